@@ -394,9 +394,9 @@ def _report(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from megarl.config import load_resolved
+    from megarl.run.job_store import database_of_run
     from megarl.run.launch.sweep import results, runs_of
     from megarl.run.report.html import write_report
-    from megarl.run.run_dir.open_store import database_of_run
 
     run_dir = Path(arguments.run_dir)
     resolved = run_dir / "resolved.json"

@@ -7,6 +7,7 @@ FACE = (
     "checks.job",
     "data.command",
     "data.explain",
+    "job_store",
     "launch.bench",
     "launch.job",
     "launch.scale",
@@ -20,6 +21,5 @@ FACE = (
     "report.doctor",
     "report.html",
     "run_dir.dry_run",
-    "run_dir.open_store",
 )
 """Modules that other packages may import."""

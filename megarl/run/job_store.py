@@ -1,20 +1,21 @@
 """Where a program finds the job's own database (``store.url=job://postgres``): started here, by another program of the
-run, or by a job that is running."""
+run, or by a job that is running. Stores of runs are opened by tools while a job runs or after it."""
 
 from __future__ import annotations
 
 import fcntl
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
-from megarl.buffer.store import OWN_SERVER, VARIABLE, check_url
+from megarl.buffer.store import OWN_SERVER, VARIABLE, Store, check_url
 from megarl.core.errors import ConfigError, masked_text
 from megarl.run.local_disk import Use, choose
 from megarl.run.postgres import ADDRESS, NAME, Server, url_of
@@ -159,3 +160,30 @@ def with_own_password(url: str, key: str) -> str:
             f"{VARIABLE} is set on node 0 only: export it on every node, its password is not sent over the network"
         )
     return url_of(key, str(parsed.host), parsed.port)
+
+
+@contextmanager
+def database_of_run(url: str, run_dir: Path, *, read_only: bool = False) -> Iterator[None]:
+    """Have a run's database there: the server of a job that is running, or one that is started for as long.
+
+    Raises:
+        ConfigError: a job is running with a server of its own, and ``MEGARL_JOB_KEY`` is missing; or the store's data
+            are on another host.
+    """
+    key = os.environ.get("MEGARL_JOB_KEY")
+    live = live_url(run_dir, key) if url == OWN_SERVER and VARIABLE not in os.environ else None
+    if live is not None:
+        os.environ[VARIABLE] = live
+    try:
+        with job_store(url, run_dir, secrets.token_hex(), host="127.0.0.1", use="read" if read_only else "write"):
+            yield
+    finally:
+        if live is not None:
+            del os.environ[VARIABLE]
+
+
+@contextmanager
+def store_of_run(url: str, run_dir: Path, *, read_only: bool = False) -> Iterator[Store]:
+    """Open a run's store. Raises as ``database_of_run``."""
+    with database_of_run(url, run_dir, read_only=read_only), closing(Store(url, read_only=read_only)) as store:
+        yield store

@@ -17,9 +17,8 @@ import pytest
 from megarl.buffer.store import OWN_SERVER, VARIABLE, Store
 from megarl.core.errors import ConfigError
 from megarl.run import local_disk, postgres
-from megarl.run.job_store import job_store
+from megarl.run.job_store import job_store, store_of_run
 from megarl.run.postgres import Server
-from megarl.run.run_dir.open_store import store_of_run
 from megarl.run.run_dir.store_damage import fill_lost_store
 from tests.unit.small_job import config_of
 

@@ -102,7 +102,7 @@ def test_every_process_of_a_job_waits_for_the_store() -> None:
     assert +found == {
         "supervisor.py": 1,  # a thread, which looks again and again by itself
         "joining.py": 1,  # an explore program that ends takes its engines out as far as it can
-        "open_store.py": 1,  # tools of people
+        "job_store.py": 1,  # tools of people
         "store_damage.py": 1,  # a file that nobody else has
     }
 

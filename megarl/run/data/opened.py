@@ -17,8 +17,8 @@ from megarl.buffer.store import Glance, Selection, Store, StoredGroup
 from megarl.config import Config, load_resolved
 from megarl.core.errors import ConfigError, masked_text
 from megarl.run.data.filters import check_sources
+from megarl.run.job_store import store_of_run
 from megarl.run.report.data import located, store_url
-from megarl.run.run_dir.open_store import store_of_run
 from megarl.tasks import ChatTokenizer
 
 

@@ -14,8 +14,8 @@ from megarl.buffer.store import ExpertExperience, Store
 from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.run.checks.models.expert_rows import ExpertCheck
+from megarl.run.job_store import store_of_run
 from megarl.run.run_dir.experts import RUN, from_source, read_experts, read_run
-from megarl.run.run_dir.open_store import store_of_run
 from megarl.run.run_dir.prepare import make
 from megarl.run.run_dir.rows import needs_expert_rows
 from megarl.tasks.images.inline import with_inline_images, without_inline_images

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megarl.config import Config, load_resolved
 from megarl.core.errors import ConfigError
+from megarl.run.job_store import store_of_run
 from megarl.run.run_dir.late import read_rewards, write_awaiting
-from megarl.run.run_dir.open_store import store_of_run
 from megarl.tasks import ChatTokenizer
 
 log = logging.getLogger(__name__)

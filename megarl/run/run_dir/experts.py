@@ -15,7 +15,7 @@ from megarl.buffer.store import ExpertExperience
 from megarl.config import Config, load_resolved
 from megarl.core.errors import DataError
 from megarl.core.schema import End, Task, Trajectory
-from megarl.run.run_dir.open_store import store_of_run
+from megarl.run.job_store import store_of_run
 from megarl.run.run_dir.rows import read_split
 from megarl.tasks import ChatTokenizer, encode_demonstrations
 from megarl.tasks.files import RowLocation, read_table
