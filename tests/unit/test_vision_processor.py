@@ -29,8 +29,8 @@ from megarl.run.checks.filters import without_overlong
 from megarl.run.checks.inputs import check_lengths
 from megarl.run.checks.models import vision
 from megarl.run.checks.models.expert_rows import ExpertCheck
-from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.prepare import make
+from megarl.run.run_dir.rows import processor_of
 from megarl.tasks import ChatTokenizer, chat_messages, encode_rows, write_rows
 from megarl.tasks.images.inline import with_inline_images
 from megarl.tasks.images.pixels import DEFAULT, pixel_limits

@@ -23,9 +23,8 @@ from megarl.run.checks.models.vocabulary import check_vocabulary
 from megarl.run.checks.tasksets import check_taskset
 from megarl.run.run_dir.changes import has_checkpoints
 from megarl.run.run_dir.dry_run import scratch
-from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.prepare import make
-from megarl.run.run_dir.rows import read_split
+from megarl.run.run_dir.rows import processor_of, read_split
 from megarl.tasks import ChatTokenizer, Faults
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config

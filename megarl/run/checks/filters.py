@@ -17,8 +17,7 @@ from megarl.core.schema import Preference, Task
 from megarl.explore.workflows import asks_verifier
 from megarl.rewards.router import check_row
 from megarl.rewards.school.verifier import is_multiple_choice
-from megarl.run.run_dir.images import lengths_with_images
-from megarl.run.run_dir.rows import Rows, drops, files, log_bad_rows, place
+from megarl.run.run_dir.rows import Rows, drops, files, lengths_with_images, log_bad_rows, place
 from megarl.tasks import ChatTokenizer, Faults, difficulty_of
 from megarl.tasks.bad_rows import FIX
 from megarl.tasks.files import short

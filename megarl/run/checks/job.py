@@ -42,11 +42,10 @@ from megarl.run.checks.tasksets import check_count
 from megarl.run.run_dir.changes import has_checkpoints
 from megarl.run.run_dir.dry_run import scratch
 from megarl.run.run_dir.experts import read_experts
-from megarl.run.run_dir.images import processor_of
 from megarl.run.run_dir.owner import check_writable
 from megarl.run.run_dir.prepare import make, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
-from megarl.run.run_dir.rows import SPLITS, Rows, drops, log_bad_rows, needs_expert_rows, read_split
+from megarl.run.run_dir.rows import SPLITS, Rows, drops, log_bad_rows, needs_expert_rows, processor_of, read_split
 from megarl.run.run_dir.store_damage import replace_damaged_store
 from megarl.tasks import ChatTokenizer, Faults, record, recorded
 from megarl.weights.architectures import Head

@@ -24,8 +24,14 @@ from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Preference, Task
 from megarl.run.run_dir.changes import Change, changes, described, has_checkpoints
-from megarl.run.run_dir.images import lengths_with_images, processor_of
-from megarl.run.run_dir.rows import kind_of_rows, needs_expert_rows, read_split, splits_of
+from megarl.run.run_dir.rows import (
+    kind_of_rows,
+    lengths_with_images,
+    needs_expert_rows,
+    processor_of,
+    read_split,
+    splits_of,
+)
 from megarl.tasks import ChatTokenizer, generate, place_of_row, read_recipe, recipe, sources_of
 from megarl.tasks.images.rows import PLACEHOLDER
 from megarl.tasks.templates.template import writes_date

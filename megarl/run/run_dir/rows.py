@@ -1,18 +1,25 @@
-"""Kinds of rows in the files of a job: the algorithm decides, the generator writes what it needs."""
+"""Kinds of rows in the files of a job: the algorithm decides, the generator writes what it needs.
+
+Where rows have images, the model's processor counts their tokens.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.config import Config
 from megarl.core.schema import Preference, Task
 from megarl.run.run_dir.changes import has_checkpoints
 from megarl.tasks import (
+    ChatTokenizer,
     Faults,
     Kind,
+    Place,
+    encode_rows,
     place_of_row,
     processed,
     read_preferences,
@@ -24,6 +31,9 @@ from megarl.tasks import (
     with_templates,
 )
 from megarl.tasks.bad_rows import WHOLE
+
+if TYPE_CHECKING:
+    from megarl.tasks.images.processor import Processor
 
 log = logging.getLogger(__name__)
 
@@ -118,3 +128,31 @@ def place(config: Config, split: str, row: Task | Preference) -> str:
 def files(config: Config, split: str) -> str:
     """Name the files of train or eval."""
     return ", ".join(source.path for source in sources_of(config.taskset, split).values())
+
+
+def processor_of(config: Config, splits: Iterable[Rows]) -> Processor | None:
+    """Return the processor of ``model.path``, with the limits of ``model``; None where no row has images.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be loaded.
+    """
+    if not any(row.images for rows in splits for row in rows):
+        return None
+    from megarl.tasks.images.processor import Processor  # imports torch and transformers
+
+    return Processor.open(config.model.path, config.model.min_image_pixels, config.model.max_image_pixels)
+
+
+def lengths_with_images(
+    rows: Sequence[Task | Preference], tokenizer: ChatTokenizer, processor: Processor | None, *, path: Place
+) -> list[int]:
+    """Tokens of each row's prompt, images included where there is a processor.
+
+    Raises:
+        DataError: naming file and row of a prompt that the chat template or the processor refuses.
+    """
+    if processor is None:
+        return [len(ids) for ids in encode_rows(rows, tokenizer, path=path)]
+    from megarl.tasks.images.processor import prompt_lengths
+
+    return prompt_lengths(rows, tokenizer, processor, path=path)
