@@ -25,7 +25,7 @@ from megarl.core.schema import GREEDY, Reward, WeightsVersion
 from megarl.learn import algorithms
 from megarl.rewards.router import compute_score
 from megarl.run.checks.engines.pacing import check_pacing
-from megarl.run.run_dir.late import read_rewards, write_awaiting
+from megarl.run.launch.late import read_rewards, write_awaiting
 from megarl.tasks import ChatTokenizer
 from megarl.train.rank.context import RunContext
 from megarl.train.rollout.asking import GroupRequests, InAdmissionOrder, InCompletionOrder

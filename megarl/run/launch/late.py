@@ -1,16 +1,25 @@
-"""``megarl data awaiting`` and ``megarl data reward``: rewards that are given later."""
+"""``megarl data awaiting`` and ``megarl data reward``: rewards that are given later.
+
+Trajectories that await one are a file to fill in; rows with rewards come back.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
+from megarl.buffer.store import AwaitingReward, GivenReward, Store
 from megarl.config import Config, load_resolved
-from megarl.core.errors import ConfigError
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.schema import Reward
+from megarl.rewards.shape import check_weights
+from megarl.rewards.verdict import NO_VERDICT, to_verdict, weigh
 from megarl.run.job_store import store_of_run
-from megarl.run.run_dir.late import read_rewards, write_awaiting
 from megarl.tasks import ChatTokenizer
+from megarl.tasks.files import RowLocation, read_table
 
 log = logging.getLogger(__name__)
 
@@ -51,3 +60,98 @@ def _of_run(config: Config) -> Config:
     if not resolved.is_file():
         raise ConfigError(f"run.dir={config.run.dir} has no run; name that whose responses await rewards (run.name)")
     return load_resolved(resolved)
+
+
+WHICH = ("group_id", "index", "claim")
+GIVEN = ("score", "acc", "status", "parts")
+"""Columns of a reward: keys of verl's reward dict."""
+
+
+def awaiting_rows(store: Store, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
+    """Rows of trajectories that await a reward: what they are, and what a judge needs to see."""
+    for part in store.late.awaiting():
+        for each in part:
+            yield _row(each, tokenizer)
+
+
+def _row(each: AwaitingReward, tokenizer: ChatTokenizer) -> dict[str, Any]:
+    task, trajectory = each.task, each.trajectory
+    turns = [
+        {"author": turn.author, "text": tokenizer.decode(turn.token_ids, special=turn.author != "model")}
+        for turn in trajectory.turns[1:]
+    ]
+    return {
+        "group_id": trajectory.group_id,
+        "index": trajectory.index,
+        "claim": each.claim,
+        "data_source": task.data_source,
+        "prompt": list(task.prompt),
+        "ground_truth": task.ground_truth,
+        "response": turns[-1]["text"],
+        "turns": turns,
+        "score": None,
+    }
+
+
+def write_awaiting(store: Store, tokenizer: ChatTokenizer, path: Path) -> int:
+    """Write the rows to a jsonl file; return their number. Raises ConfigError for a file that has scores in it."""
+    if path.exists() and _has_scores(path):
+        raise ConfigError(f"{path} has scores in it, which would be lost; give another file, or remove that one")
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in awaiting_rows(store, tokenizer):
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def _has_scores(path: Path) -> bool:
+    """Return True unless each row of a jsonl file is one that awaits its score."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            return any(json.loads(line)["score"] is not None for line in file if line.strip())
+    except (OSError, ValueError, KeyError, TypeError):
+        return True
+
+
+def read_rewards(paths: Sequence[Path], config: Config) -> list[GivenReward]:
+    """Rewards of parquet or jsonl files, one for each trajectory; rows whose ``score`` is null are left out.
+
+    Raises:
+        DataError: a row names no trajectory, its reward is none that a reward function may return, or an earlier row
+            has another reward for its trajectory.
+    """
+    check_weights(config.reward)
+    found: dict[tuple[str, int, str], GivenReward] = {}
+    for path in paths:
+        names, rows = read_table(path, (*WHICH, *GIVEN))
+        if lacking := [name for name in (*WHICH, "score") if name not in names]:
+            raise DataError(
+                f"{path}: no column {lacking[0]!r}; a row has group_id, index, claim and score, as `megarl data "
+                "awaiting` writes them"
+            )
+        for i, row in enumerate(rows):
+            if row.get("score") is None:
+                continue
+            given = _given(location := RowLocation(path, i), row, config)
+            if found.setdefault((given.group_id, given.position, given.claim), given) != given:
+                location.refuse("score", "the reward that an earlier row gives to the same response", row["score"])
+    return list(found.values())
+
+
+def _given(location: RowLocation, row: dict[str, Any], config: Config) -> GivenReward:
+    group, index = row.get("group_id"), row.get("index")
+    if not isinstance(group, str):
+        location.refuse("group_id", "the id of a group", group)
+    if not isinstance(index, int) or isinstance(index, bool):
+        location.refuse("index", "the number of a response in its group", index)
+    if not isinstance(row.get("claim"), str):
+        location.refuse("claim", "that of the row which `megarl data awaiting` wrote", row.get("claim"))
+    try:
+        verdict = to_verdict({name: row[name] for name in GIVEN if row.get(name) is not None})
+    except (TypeError, ValueError) as error:
+        location.refuse("score", f"a reward ({error})", row["score"])
+    if verdict["status"] in NO_VERDICT:
+        location.refuse("status", "ok or wrong", verdict["status"])
+    found = weigh(verdict, {}, config.reward)
+    return GivenReward(group, index, row["claim"], Reward(found["score"], found["status"], found["parts"]))
