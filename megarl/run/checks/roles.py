@@ -18,7 +18,7 @@ from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms import kl
 from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
-from megarl.run.checks.models.grids import check_dispatcher
+from megarl.run.checks.models.dispatcher import check_dispatcher
 from megarl.run.checks.models.lora import check_adapters
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config

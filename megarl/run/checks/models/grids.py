@@ -1,7 +1,6 @@
 """The model of a job against its grids: the trainer's, and the engines' with what vLLM computes on a CPU.
 
-Parts of layers that are computed again in the backward pass, routers, and the exchange of tokens between ranks that
-share experts, are checked against the models that have them.
+Parts of layers that are computed again in the backward pass are checked against the models that have them.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import torch
 
 from megarl.config import Config
 from megarl.config.lengths import context_tokens, prompt_tokens
-from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.models.recompute import lacking
 from megarl.learn.models.specs import check_layers
@@ -25,6 +23,7 @@ from megarl.ops import rows_in_budget
 from megarl.run.checks.engines.options import check_batched_tokens
 from megarl.run.checks.engines.started_with import check_eight_bits
 from megarl.run.checks.models.adapters import check_adapter, check_separate
+from megarl.run.checks.models.dispatcher import check_experts_settings
 from megarl.run.checks.models.vision import is_vision_model
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.megatron_config import has_router_bias
@@ -233,50 +232,3 @@ def check_recompute(config: Config, hf_config: Mapping[str, Any]) -> None:
             f"model.recompute_modules={modules} with {cause}: which sequence a token is of is known to whole layers "
             "alone when they are computed again; leave moe out, or set model.recompute to full"
         )
-
-
-DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""Sizes of a group that DeepEP's ``Buffer.get_dispatch_config`` knows; another one fails at the first forward pass."""
-
-
-def check_experts_settings(model: ModelConfig, parallel: ParallelConfig, hf_config: Mapping[str, Any]) -> None:
-    """Check ``model.router_dtype`` and ``model.moe_dispatcher`` against the actor. Raises ConfigError."""
-    if not architecture(hf_config).sizes(hf_config).moe_layers:
-        for name, value, default in (
-            ("router_dtype", model.router_dtype, "null"),
-            ("moe_dispatcher", model.moe_dispatcher, "alltoall"),
-        ):
-            if value not in (None, default):
-                raise ConfigError(
-                    f"model.{name}={value}, but the model in {model.path} has no experts; set it to {default}"
-                )
-    check_dispatcher(model, parallel, hf_config)
-
-
-def check_dispatcher(
-    model: ModelConfig, parallel: ParallelConfig, hf_config: Mapping[str, Any], role: str | None = None
-) -> None:
-    """Check that DeepEP can exchange tokens of a model with experts on its grid.
-
-    Args:
-        model: Settings with the role's own ``dtype``.
-        role: Section of the settings that the grid comes from; None for the actor's.
-
-    Raises:
-        ConfigError: naming setting, value and fix.
-    """
-    arch = architecture(hf_config)
-    if model.moe_dispatcher != "deepep" or not arch.sizes(hf_config).moe_layers:
-        return
-    grid, dtype = ("parallel", "model.dtype") if role is None else (f"{role}.parallel", f"{role}.dtype")
-    group = parallel.expert_tp * parallel.ep
-    refused = {
-        f"{grid}.ep=1 leaves every rank all experts, and nothing to exchange; set {grid}.ep above 1": parallel.ep == 1,
-        f"DeepEP has no settings for {grid}.ep x etp={group} ranks; let these be one of "
-        f"{', '.join(map(str, DEEPEP_RANKS))}": group not in DEEPEP_RANKS,
-        f"DeepEP adds up bfloat16 alone, and {dtype}={model.dtype}; set it to bfloat16": model.dtype != "bfloat16",
-        "DeepEP sends float32 probabilities of experts, and routers compute in bfloat16; set model.router_dtype to "
-        "float32": model.router_dtype is None and not arch.router.sigmoid,
-    }
-    for reason in (reason for reason, holds in refused.items() if holds):
-        raise ConfigError(f"model.moe_dispatcher=deepep: {reason}, or set model.moe_dispatcher to alltoall")
