@@ -395,13 +395,13 @@ def _report(arguments: argparse.Namespace) -> int:
 
     from megarl.config import load_resolved
     from megarl.run.job_store import database_of_run
-    from megarl.run.launch.sweep import results, runs_of
+    from megarl.run.launch.sweep import runs_of, table_of
     from megarl.run.report.html import write_report
 
     run_dir = Path(arguments.run_dir)
     resolved = run_dir / "resolved.json"
     if not resolved.is_file() and (runs := runs_of(run_dir)):
-        sys.stdout.write(f"{results(runs)}\n")
+        sys.stdout.write(f"{table_of(runs)}\n")
         logging.info("%s is a sweep; `megarl report '%s'` writes the report of one run", run_dir, runs[0])
         return 0
     url = load_resolved(resolved).store.url if resolved.is_file() else ""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.run.launch.sweep import results, runs_of
+from megarl.run.launch.sweep import runs_of, table_of
 
 
 def run_of(folder: Path, name: str, *records: dict[str, float]) -> Path:
@@ -30,7 +30,7 @@ def swept(tmp_path: Path) -> Path:
 
 
 def test_a_line_for_each_run(swept: Path) -> None:
-    head, *lines = (line.split() for line in results(runs_of(swept)).splitlines())
+    head, *lines = (line.split() for line in table_of(runs_of(swept)).splitlines())
     assert head == ["run", "steps", "held", "out", "first", "last"]
     assert lines == [
         ["algorithm=grpo", "2", "accuracy", "16.2%", "94.2%"],

@@ -175,7 +175,7 @@ def _run_all(found: Sequence[Combination]) -> int:
     for number, slug, _ in found:
         log.info("%d %s: %s", number, slug, results[number] if number < len(results) else "not started")
     if begun := [run_dir for _, _, config in found if (run_dir := Path(config.run.dir)).is_dir()]:
-        log.info("\n%s", results(begun))
+        log.info("\n%s", table_of(begun))
     return status
 
 
@@ -188,7 +188,7 @@ def runs_of(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob("*/resolved.json"))
 
 
-def results(runs: Sequence[Path]) -> str:
+def table_of(runs: Sequence[Path]) -> str:
     """A line for each run: its name, steps, held-out figure before and after. Raises ConfigError for no runs."""
     if not runs:
         raise ConfigError("no run has begun in this sweep")
