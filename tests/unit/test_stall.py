@@ -27,11 +27,11 @@ from tests.unit.small_job import config_of
 
 STALL_S = 10.0
 MARKING = (
-    "import time\nfrom megarl.core import heartbeat\nheartbeat.begin()\n"
+    "import time\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\n"
     "with heartbeat.phase({phase!r}, 6):\n    while True:\n        heartbeat.beat()\n        time.sleep(0.02)\n"
 )
 SILENT = (
-    "import time\nfrom megarl.core import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
+    "import time\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
     "time.sleep(600)\n"
 )
 TICKING = (
@@ -120,7 +120,7 @@ def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
     """While they are written at full speed."""
     enough = tmp_path / "enough"
     code = (
-        "import itertools, os\nfrom megarl.core import heartbeat\nheartbeat.begin()\n"
+        "import itertools, os\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\n"
         "for i in itertools.count():\n    with heartbeat.phase(f'phase {i}' * (1 + i % 7), i):\n        pass\n"
         f"    if i % 1000 == 999 and os.path.exists({str(enough)!r}):\n        print(i + 1)\n        break\n"
     )
@@ -143,7 +143,7 @@ def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
 
 def test_phases_and_patience_end_with_their_blocks(node: LocalNode, tmp_path: Path) -> None:
     code = (
-        "import os, sys, threading\nfrom megarl.core import heartbeat\nheartbeat.begin()\nheartbeat.set_phase('between "
+        "import os, sys, threading\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\nheartbeat.set_phase('between "
         "steps')\n"
         "def stop(): print('at', flush=True); sys.stdin.readline()\n"
         "with heartbeat.phase('step', 1):\n    with heartbeat.phase('update'), heartbeat.timeout(77):\n        {}\n    "
@@ -160,7 +160,7 @@ def test_phases_and_patience_end_with_their_blocks(node: LocalNode, tmp_path: Pa
 
 def test_marks_of_forks_and_threads_do_not_count(node: LocalNode, tmp_path: Path) -> None:
     code = (
-        "import os, threading, time\nfrom megarl.core import heartbeat\nheartbeat.begin()\n"
+        "import os, threading, time\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\n"
         "def many():\n    for _ in range(100):\n        heartbeat.beat()\n"
         "thread = threading.Thread(target=many); thread.start(); thread.join()\n"
         "pid = os.fork()\nmany() if pid == 0 else os.waitpid(pid, 0)\n"
@@ -186,7 +186,7 @@ from datetime import timedelta
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from megarl.core import heartbeat
+from megarl.core.processes import heartbeat
 
 def late(folder):
     while not (folder / 'go').exists():

@@ -22,7 +22,7 @@ from megarl.core.processes import heartbeat
 
 CHILD = """
 import sys
-from megarl.core import heartbeat
+from megarl.core.processes import heartbeat
 from megarl.buffer.store import Store
 heartbeat.begin()
 store = Store(sys.argv[1], outage_s=300) if sys.argv[2] == "early" else None

@@ -105,7 +105,7 @@ class ForkServer:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             process = subprocess.Popen(
-                [sys.executable, "-c", "from megarl.core import fork; fork.main()",
+                [sys.executable, "-c", "from megarl.core.processes import fork; fork.main()",
                  str(os.getpid()), str(there.fileno()), *modules],
                 env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                 pass_fds=[there.fileno()],
