@@ -1,4 +1,4 @@
-"""Rewards of whole groups, and what a step's answers measure."""
+"""Rewards of whole groups, operators on groups, and metrics of a step's answers."""
 
 from megarl.buffer.experience.pipeline import (
     Report,

@@ -1,1 +1,1 @@
-"""Processes of this machine: forked, watched, ended with their parent."""
+"""Duties of every process of a job: it forks, beats, ends with its parent, and hides secrets."""

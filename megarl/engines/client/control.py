@@ -23,6 +23,8 @@ _REPORT_S = 5.0
 """Seconds from a worker's timeout until its reason arrives."""
 SLEEPING = "the engine sleeps: its weights were freed, and it generates after the next publication"
 """Reason of an engine that has been sent to sleep."""
+Pause = Literal["abort", "wait", "keep"]
+"""Treatment of requests under way while an engine pauses: end them, wait for them, or go on with them after."""
 FAILURE = "failure"
 """Key of a worker's reply that has what went wrong there."""
 
@@ -89,7 +91,7 @@ class EngineControl:
         except TypeError as error:
             raise self._malformed("GET /megarl/state", answer) from error
 
-    def pause(self, mode: Literal["abort", "wait", "keep"] = "wait", timeout_s: float | None = None) -> None:
+    def pause(self, mode: Pause = "wait", timeout_s: float | None = None) -> None:
         """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first, ``keep`` goes on
         with them after ``resume``."""
         self._call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)

@@ -1,1 +1,1 @@
-"""The process of an engine."""
+"""The process of an engine: vLLM's server, with endpoints of megarl."""

@@ -1,1 +1,1 @@
-"""Checks before anything starts, then starts and watches the processes of a job."""
+"""Commands that start a job, a sweep, a bench, an explore program or the store, and orders of ``megarl scale``."""

@@ -1,1 +1,1 @@
-"""Processes on this machine: started, forked, watched, ended."""
+"""Tools of the supervisor for processes of its machine: fork servers, the reaper, ports, stacks."""

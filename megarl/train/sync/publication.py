@@ -12,21 +12,19 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from secrets import token_hex
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client.control import EngineState
+from megarl.engines.client.control import EngineState, Pause
 from megarl.engines.client.probe import Probed, ProbeText
 from megarl.train.sync.fleet import EngineFleet, failures, results
 from megarl.train.sync.messages import RankMessages
 from megarl.weights.reshard.execute import Digests, compare, folds_of, merge
 from megarl.weights.reshard.plan import ReshardPlan
 
-Pause = Literal["wait", "abort", "keep"]
-"""Treatment of requests under way: wait for them, end them, or go on with them."""
 TRIED = "the engine has a test adapter, not the weights of a step"
 """Reason of an engine that refuses requests while its way of adapters is tried."""
 _FAILURE_S = 5.0

@@ -14,13 +14,14 @@ import torch
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.processes import heartbeat
 from megarl.core.schema import WeightsVersion
+from megarl.engines.client.control import Pause
 from megarl.engines.client.probe import ProbeText
 from megarl.engines.fleet import Key
 from megarl.learn.training.optimizer_digests import check_written
 from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.look import lost
 from megarl.train.sync.parts import PartOfEngines
-from megarl.train.sync.publication import Pause, Publication, SyncReport
+from megarl.train.sync.publication import Publication, SyncReport
 from megarl.weights.reshard.adapter_proof import BaseProof, ProvenTensors, check_covered
 from megarl.weights.reshard.adapters import Adapted, MergedTensors
 from megarl.weights.reshard.buckets import bytes_of

@@ -1,1 +1,1 @@
-"""Models, inference and updates of a step."""
+"""Advantages and optimizer updates of a step, and the refusal of an update that is not finite."""

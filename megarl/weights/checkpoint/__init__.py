@@ -1,0 +1,1 @@
+"""Weights in files: their ``formats``, ``training`` state, and what ``megarl convert`` does."""
