@@ -487,8 +487,8 @@ def test_a_rank_of_another_node_that_is_stopped_is_named(joined: Any) -> None:
     """Its node tells that it does not move, and its stacks; those of one that sleeps are told too."""
     node, here, folder = joined
     code = (
-        "import time\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
-        "time.sleep(600)\n"
+        "import time\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\n"
+        "with heartbeat.phase('update', 6):\n    time.sleep(600)\n"
     )
     stopped, asleep = (node.start(spec(f"trainer rank {i}", code, folder)) for i in range(2))
     until(lambda: stopped.heartbeat().phase == asleep.heartbeat().phase == "update")

@@ -31,13 +31,12 @@ MARKING = (
     "with heartbeat.phase({phase!r}, 6):\n    while True:\n        heartbeat.beat()\n        time.sleep(0.02)\n"
 )
 SILENT = (
-    "import time\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\nwith heartbeat.phase('update', 6):\n    "
-    "time.sleep(600)\n"
+    "import time\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\n"
+    "with heartbeat.phase('update', 6):\n    time.sleep(600)\n"
 )
 TICKING = (
-    "import asyncio\nfrom megarl.core import "
-    "heartbeat\nheartbeat.begin()\nasyncio.run(heartbeat.beat_periodically(lambda: '3 samples being generated', "
-    "0.02))\n"
+    "import asyncio\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\n"
+    "asyncio.run(heartbeat.beat_periodically(lambda: '3 samples being generated', 0.02))\n"
 )
 
 
@@ -143,8 +142,8 @@ def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
 
 def test_phases_and_patience_end_with_their_blocks(node: LocalNode, tmp_path: Path) -> None:
     code = (
-        "import os, sys, threading\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\nheartbeat.set_phase('between "
-        "steps')\n"
+        "import os, sys, threading\nfrom megarl.core.processes import heartbeat\nheartbeat.begin()\n"
+        "heartbeat.set_phase('between steps')\n"
         "def stop(): print('at', flush=True); sys.stdin.readline()\n"
         "with heartbeat.phase('step', 1):\n    with heartbeat.phase('update'), heartbeat.timeout(77):\n        {}\n    "
         "{}\n{}\n"
