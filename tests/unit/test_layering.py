@@ -177,6 +177,25 @@ def test_no_module_imports_itself_through_others() -> None:
     TopologicalSorter(graph).prepare()  # CycleError names the circle
 
 
+def unknown_names(sources: dict[str, str], known: dict[str, str]) -> set[str]:
+    """Names of megarl that imports of ``sources`` ask for and no source of ``known`` has; imports in strings too, which
+    are code for another process."""
+    by_module = {module_of(path): source for path, source in known.items()}
+    found = set()
+    for source in sources.values():
+        for module, names in re.findall(r"\bfrom (megarl(?:\.\w+)*) import (\w+(?:, \w+)*)", source):
+            for name in names.split(", "):
+                if f"{module}.{name}" not in by_module and not re.search(rf"\b{name}\b", by_module.get(module, "")):
+                    found.add(f"{module}.{name}")
+    return found
+
+
+def test_imports_in_strings_name_what_there_is() -> None:
+    assert unknown_names(all_sources(), all_sources()) <= {"megarl._C"}
+    sources = {"megarl/p/a.py": "code = 'from megarl.p import b; b.f()'\nfrom megarl.p.a import code\n"}
+    assert unknown_names(sources, sources) == {"megarl.p.b"}
+
+
 def test_a_circle_is_seen_wherever_the_import_stands() -> None:
     sources = {
         "p.a": "def f():\n    from p import b\n",
