@@ -35,7 +35,7 @@ class Programs(NamedTuple):
 def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Programs]:
     folder, began, started = tmp_path_factory.mktemp("modes"), time.monotonic(), list[Job]()
     held = Held(folder)
-    settings = (*WHOLE, *held.settings, "cluster.heartbeat_s=2", "rollout.concurrent_groups=2")
+    settings = (*WHOLE, *held.settings, "cluster.heartbeat_s=2", "rollout.concurrent_groups=2", "reward.backlog=16")
     settings = (*settings, f"sync.method={request.param}")
 
     def start(*command: str) -> Job:
@@ -70,7 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 
         third = "select 1 from groups where rollout_id = 'train-000002'"
         held.until(train, "train", lambda: bool(train.query(third)), "the third rollout", "all")
-        train.until(both, "both explorers in a rollout")  # none goes on beyond its two groups
+        train.until(both, "both explorers in a rollout")  # reward.backlog: none takes them all
         other.kill_all()
         held.release("train")
         train.wait(START_S)
