@@ -53,7 +53,7 @@ def command(
         shown: Arguments that show files and folders, read-only.
         writable: Folder -> most bytes of what is written to it. It is empty at first, lies in memory, and hides what
             ``shown`` has there.
-        on_top: Arguments that show files and folders within those of ``writable``.
+        on_top: Arguments that show files inside of the ``writable`` folders.
         variables: Environment variables inside.
         inherits: Keep the user and the environment variables of whoever starts it, and bwrap's own process 1. Without
             this the program is process 1 with the user ``INSIDE_UID``.

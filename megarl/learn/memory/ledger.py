@@ -75,9 +75,10 @@ class Ledger:
         if not resident.startswith("engine."):
             return self.plan.place(phase, resident)
         # In a sync too: an engine that starts there, as each does once, takes its KV cache at once.
-        if not self.colocated or phase in WITH_ENGINES:
-            return Place.DEVICE if self.colocated else Place.ABSENT
-        return Place.MEMORY if self.keeps_weights and resident == ENGINE_WEIGHTS else Place.ABSENT
+        if self.colocated and phase in WITH_ENGINES:
+            return Place.DEVICE
+        kept = self.colocated and self.keeps_weights and resident == ENGINE_WEIGHTS
+        return Place.MEMORY if kept else Place.ABSENT
 
     def at(self, phase: Phase, rank: int) -> PhaseBytes:
         """Memory of a rank in a phase."""

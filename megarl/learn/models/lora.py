@@ -250,8 +250,7 @@ def _with_gradient(layer: torch.nn.Module, arguments: Any, output: torch.Tensor)
 @torch.no_grad()
 def _begin(adapter: Adapter, lora: LoraConfig, layout: Layout, rank: int) -> None:
     """Give A its beginning, the same on every grid: drawn whole by the tensor's name, this rank's part of it kept.
-    An
-    embedding's B is drawn instead, and its A stays zero."""
+    An embedding's B is drawn instead, and its A stays zero."""
     own = adapter.local.factors
     drawn = own.b if own.is_embedding else own.a
     seed = int.from_bytes(hashlib.sha256(f"{lora.seed} {drawn}".encode()).digest()[:8], "big") >> 1

@@ -166,7 +166,7 @@ def check_tp(config: Config) -> None:
 
 
 def check_room(number: int, workers: int, begun_with: int, room: EngineRoom | None) -> None:
-    """Raise ConfigError where a job's devices have no room for so many engines.
+    """Raise ConfigError where a job's devices have no room for the engines that are ordered.
 
     Args:
         workers: Of each engine.

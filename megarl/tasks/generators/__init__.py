@@ -1,1 +1,1 @@
-"""Generators of rows: reasoning-gym's, megarl's own, and those of users."""
+"""Generators of rows: from reasoning-gym, from megarl, and from files of users."""

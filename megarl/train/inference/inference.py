@@ -104,7 +104,7 @@ def model_scores(model: Model, trajectories: list[Trajectory], images: StepImage
     """The reward model's score of each trajectory, read after the model's last turn. Every rank calls it.
 
     Args:
-        images: Those of the step; None for a text model.
+        images: Images of the step; None for a text model.
 
     Raises DataError, on every rank, where a trajectory has other placeholders than its images need.
     """

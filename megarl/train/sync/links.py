@@ -18,7 +18,7 @@ class Joined:
     """Engines that a trainer's weight links connect, by number, as they were joined last."""
 
     starts: Sequence[tuple[str, int]]
-    """URL of each engine, and the start of its process; those of two programs may have one number."""
+    """URL of each engine, and the start of its process. Engines of two programs may have the same number."""
     machines: Sequence[list[str]]
     """Machines of each engine's workers."""
     senders: Sequence[Sequence[Any]]

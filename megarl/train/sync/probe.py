@@ -72,8 +72,7 @@ def _far_text(head: Head, model: Model, length: int, tolerance: float) -> FarTex
 
 
 ADAPTER_SIZE = 0.5
-"""Outputs of an adapted layer change by so many times the size of its inputs, about; those of an embedding by so many
-times their own size."""
+"""Size of the test adapter's effect: about this share of the size of a layer's inputs, or of an embedding's outputs."""
 LEAST_EFFECT = 10.0
 """Multiples of the probe's tolerance by which a test adapter must change a log-prob."""
 
@@ -111,7 +110,7 @@ def test_adapter(
 
 @contextmanager
 def _tested(actor: Model) -> Iterator[None]:
-    """Within, the B's of a model, and an embedding's A, are those of the test adapter."""
+    """Give a model the test adapter for the length of the block: other B's, and another A of an embedding."""
     assert actor.adapters is not None
     tensors = actor.all_tensors
     sizes = {}

@@ -485,7 +485,7 @@ def merged(
     for adapter in adapters:
         a, b = (factors[name][adapter.lead].to(whole) for name in (adapter.a, adapter.b))
         into = whole[adapter.lead]
-        # An embedding's product is computed as that lies in memory.
+        # Computed transposed, in the order in which an embedding lies in memory.
         into, product = (into.t(), (a.t() @ b.t()).t()) if adapter.factors.is_embedding else (into, b @ a)
         at = 0
         for begin, end in adapter.places:

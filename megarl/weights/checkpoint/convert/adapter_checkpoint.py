@@ -79,8 +79,8 @@ class AdapterCheckpoint:
             settings: Uses dtype, overwrite, allow_nonfinite and verify.
             config: Directory of config.json; None: the checkpoint's own.
 
-        Raises CheckpointError for files that are not those of the checkpoint's manifest, tensors that are missing or
-        have another shape, values that are not finite, and an existing target without ``settings.overwrite``.
+        Raises CheckpointError for files that differ from the checkpoint's manifest, tensors that are missing or have
+        another shape, values that are not finite, and an existing target without ``settings.overwrite``.
         """
         began = time.monotonic()
         if target.exists() and not settings.overwrite:

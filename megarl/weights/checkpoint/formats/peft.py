@@ -342,7 +342,7 @@ def write_adapter(
 def write_files(
     target: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], hf_config: HFConfig | None = None
 ) -> None:
-    """Write PEFT's files, which replace those of another adapter.
+    """Write PEFT's files, in place of another adapter's.
 
     Args:
         tensors: HF name -> whole tensor.
