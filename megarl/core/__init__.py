@@ -22,6 +22,7 @@ FACE = (
     "published",
     "reasoning",
     "schema",
+    "text",
     "thoughts",
     "truncation",
     "user_file",

@@ -115,11 +115,6 @@ def _remove(path: Path) -> None:
         path.rmdir()
 
 
-def without_surrogates(text: str) -> str:
-    """Replace surrogate characters by ``?``: UTF-8, and so files, databases and pipes, cannot hold them."""
-    return text.encode("utf-8", "replace").decode("utf-8")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file. Raises CheckpointError for anything else."""
     try:

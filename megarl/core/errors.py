@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.core.text import without_surrogates
+
 
 class MegarlError(Exception):
     """Base of all errors here: the text is for the user, who needs no traceback."""
@@ -123,8 +125,10 @@ def first_of(texts: Sequence[str], count: int) -> str:
 
 
 def describe(error: BaseException, path: str | None = None, function: Callable[..., Any] | None = None) -> str:
-    """``TypeName: text``, with the last line of the user's file ``path`` on the way to it (without ``path``: the last
-    line at all); where none was reached, as with a wrong signature or result, the line where ``function`` is defined.
+    """``TypeName: text`` with the last line of the user's file ``path`` on the way to it; without ``path``, the last
+    line at all. Where none was reached, as with a wrong signature or result: the line where ``function`` is defined.
+
+    Surrogate characters become ``?``, so that the text can be stored.
     """
     lines = [(f.f_code.co_filename, number) for f, number in traceback.walk_tb(error.__traceback__)]
     if path is not None:
@@ -132,7 +136,7 @@ def describe(error: BaseException, path: str | None = None, function: Callable[.
         if not lines and (code := getattr(function, "__code__", None)) is not None:
             lines = [(code.co_filename, code.co_firstlineno)]
     where = f" ({Path(lines[-1][0]).name}:{lines[-1][1]})" if lines else ""
-    return f"{type(error).__name__}: {error}{where}"
+    return without_surrogates(f"{type(error).__name__}: {error}{where}")
 
 
 def masked_text(url: str) -> str:

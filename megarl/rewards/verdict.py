@@ -8,8 +8,8 @@ from numbers import Number
 from typing import Any
 
 from megarl.config.rewards import RewardConfig
-from megarl.core.durable import without_surrogates
 from megarl.core.schema import Reward, plain
+from megarl.core.text import without_surrogates
 from megarl.rewards.shape import shape_parts
 
 LATE = "late"

@@ -16,8 +16,8 @@ import subprocess
 import time
 from typing import Any, cast
 
-from megarl.core.durable import without_surrogates
 from megarl.core.errors import SandboxError
+from megarl.core.text import without_surrogates
 from megarl.sandbox import bubblewrap
 from megarl.sandbox.host import Host
 from megarl.sandbox.inside.values import encode

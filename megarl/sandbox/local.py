@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-from megarl.core.durable import without_surrogates
 from megarl.core.errors import SandboxError
+from megarl.core.text import without_surrogates
 from megarl.sandbox.box import GRACE_S, Box, Outer, Zygote
 from megarl.sandbox.host import Host
 from megarl.sandbox.interface import CheckResult, Checks, Limits, Result, Test

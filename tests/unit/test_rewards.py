@@ -52,6 +52,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     if solution_str == "nan": return float("nan")
     if solution_str == "none": return None
     if solution_str == "pid": return float(os.getpid())
+    if solution_str == "surrogate": raise ValueError(chr(0xD800))
     if solution_str == "much": raise ValueError("x" * 2**17)
     if solution_str == "stdin": return float(len(sys.stdin.read()))
     if solution_str == "wait":
@@ -270,10 +271,10 @@ def test_a_users_function_that_fails_costs_one_sample(
     async def work(pool: RewardPool) -> list[Verdict]:
         return [
             await pool.score(TASK, text)
-            for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "much", "13"]
+            for text in ["12", "loop", "12", "die", "12", "raise", "nan", "none", "surrogate", "much", "13"]
         ]
 
-    good, loop, after_loop, die, after_death, raised, nan, none, much, wrong = run_pool(
+    good, loop, after_loop, die, after_death, raised, nan, none, surrogate, much, wrong = run_pool(
         replace(user_config, timeout_s=2.0), work
     )
     assert good.reward == after_loop.reward == after_death.reward == Reward(1.0, "ok", {"format": 1.0})
@@ -285,8 +286,9 @@ def test_a_users_function_that_fails_costs_one_sample(
     assert raised.reward.status == "error" and "KeyError: 'boom' (reward.py:10)" in raised.message
     assert nan.reward.status == "error" and "must be finite" in nan.message
     assert none.reward.status == "error" and "NoneType" in none.message
+    assert surrogate.reward.status == "error" and "ValueError: ? (reward.py:14)" in surrogate.message
     assert much.reward.status == "error" and "more than 65536 bytes" in much.message
-    assert all(math.isnan(v.reward.score) for v in (loop, die, raised, nan, none, much)), (
+    assert all(math.isnan(v.reward.score) for v in (loop, die, raised, nan, none, surrogate, much)), (
         "an error must not look like a 0"
     )
 

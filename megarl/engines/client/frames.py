@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import numpy as np
 
-from megarl.core.durable import without_surrogates
 from megarl.core.schema import FinishReason
+from megarl.core.text import without_surrogates
 
 CONTENT_TYPE = "application/x-megarl-frames"
 MAX_FIELDS_BYTES, MAX_ARRAY_BYTES = 2**24, 2**30

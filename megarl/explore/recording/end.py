@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from megarl.core.durable import without_surrogates
 from megarl.core.schema import End, Reward
+from megarl.core.text import without_surrogates
 from megarl.explore.recording.values import recorded_reward
 from megarl.rewards import Verdict
 from megarl.rewards.verdict import MAX_REASON

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.buffer.store import Claim
-from megarl.core.durable import without_surrogates
 from megarl.core.errors import PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.core.text import without_surrogates
 from megarl.core.thoughts import as_written, opens_thinking
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest

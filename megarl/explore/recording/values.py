@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from megarl.core.durable import without_surrogates
 from megarl.core.schema import Author, Reward, plain
+from megarl.core.text import without_surrogates
 from megarl.explore.recording.turn_log import TurnLog
 from megarl.rewards.verdict import MAX_NAME, MAX_PARTS, NO_VERDICT
 

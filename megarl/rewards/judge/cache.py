@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from megarl.core.durable import without_surrogates
 from megarl.core.errors import ConfigError
+from megarl.core.text import without_surrogates
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task
+from megarl.core.text import without_surrogates
 from megarl.core.thoughts import as_written
 from megarl.rewards.pool.output import PrintedOutput
 from megarl.rewards.pool.process import (
@@ -281,7 +282,7 @@ class RewardPool:
             died = True
             found = Verdict(_NONE, f"{error} while scoring")
         except WorkerError as error:
-            found = Verdict(_NONE, str(error))
+            found = Verdict(_NONE, without_surrogates(str(error)))
         finally:
             self._queue.give_back(worker)
         ended = time.monotonic()

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from megarl.core.durable import without_surrogates
 from megarl.core.errors import DataError
 from megarl.core.schema import Message
+from megarl.core.text import without_surrogates
 from megarl.tasks.templates.shown import Messages
 from megarl.tasks.templates.tokenizer import PROBE, ChatTokenizer
 

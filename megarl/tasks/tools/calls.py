@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.core.durable import without_surrogates
+from megarl.core.text import without_surrogates
 from megarl.tasks.tools.arguments import Parameters, read_argument
 
 MAX_DEPTH = 64

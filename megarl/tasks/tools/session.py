@@ -12,8 +12,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
-from megarl.core.durable import without_surrogates
 from megarl.core.errors import SandboxError
+from megarl.core.text import without_surrogates
 from megarl.sandbox.box import START_S, Box, read
 from megarl.sandbox.interface import MIB, Limits
 from megarl.sandbox.local import LocalSandbox
