@@ -353,7 +353,7 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
 
     with uncollected():
         from megarl.run.checks.job import check, check_sizes
-        from megarl.run.nodes import devices
+        from megarl.run.nodes import gpu_state
         from megarl.run.nodes.fit import planned
         from megarl.run.nodes.plan import NodeInfo
         from megarl.run.run_dir.dry_run import no_bytecode
@@ -361,7 +361,7 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
     nodes = 1 if arguments.nodes is None else arguments.nodes
     if nodes < 1:
         raise ConfigError(f"--nodes={nodes}: a job has one or more")
-    gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
+    gpus = len(gpu_state.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
     with no_bytecode():
         elsewhere, verbose = arguments.gpus_per_node is not None, arguments.verbose
         check(config, nodes=nodes, dry=True, elsewhere=elsewhere, verbose=verbose)
@@ -462,7 +462,7 @@ def _offer(arguments: argparse.Namespace) -> int:
 
     from megarl.core.errors import ConfigError
     from megarl.rewards.pool.host import serve
-    from megarl.rewards.pool.output import PrintedOutput
+    from megarl.rewards.pool.printed_output import PrintedOutput
 
     key = os.environ.get("MEGARL_JOB_KEY", "")
 
@@ -490,7 +490,7 @@ def _config(arguments: argparse.Namespace) -> int:
     import json
 
     from megarl.config import compose, to_dict
-    from megarl.config.reference import changed, reference
+    from megarl.config.settings_page import changed, reference
 
     if arguments.reference:
         sys.stdout.write(reference())

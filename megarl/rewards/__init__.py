@@ -5,7 +5,7 @@ score; it never executes either of them outside of the sandbox.
 """
 
 from megarl.rewards.pool.pool import RewardPool, Verdict
-from megarl.rewards.router import compute_score
+from megarl.rewards.routes import compute_score
 
 __all__ = ["RewardPool", "Verdict", "compute_score"]
 

@@ -31,7 +31,7 @@ from megarl.rewards.pool import worker_queue
 from megarl.rewards.pool.host import RewardHost
 from megarl.rewards.pool.process import RemoteRewardProcess, Worker
 from megarl.rewards.pool.worker import _verdict_of
-from megarl.rewards.router import ROUTES
+from megarl.rewards.routes import ROUTES
 from megarl.rewards.verdict import to_verdict
 
 KEY = "the key of this job"

@@ -38,7 +38,7 @@ from megarl.weights.reshard.plan import ReshardPlan, build_plan
 if current_platform.is_cpu():
     # Before a worker builds its model.
     import megarl.engines.cpu.local_experts  # noqa: F401
-    from megarl.engines.cpu import router as cpu_router
+    from megarl.engines.cpu import router_bias as cpu_router
     from megarl.engines.cpu import single_rows
 
     single_rows.install()

