@@ -60,19 +60,19 @@ __all__ = [
 FACE = (
     "bad_rows",
     "columns",
-    "files",
     "harbor",
     "images.inline",
     "images.pixels",
     "images.processor",
     "images.rows",
-    "process",
+    "processing",
+    "row_files",
     "rows",
     "templates.template",
     "templates.tokenizer",
     "templates.turns",
     "tools",
     "tools.functions",
-    "tools.session",
+    "tools.python_session",
 )
 """Modules that other packages may import."""

@@ -26,7 +26,7 @@ from megarl.rewards.vision.bounding_boxes import (
     shapes,
 )
 from megarl.rewards.vision.counting import read_count
-from megarl.rewards.vision.text import THRESHOLD, shown, similarity
+from megarl.rewards.vision.read_text import THRESHOLD, shown, similarity
 
 VisionScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
