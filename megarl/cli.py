@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.processes.collector import uncollected
+from megarl.run import starter
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
 from megarl.weights.checkpoint.convert.command import add_arguments
@@ -78,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)"
     )
     train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
+    starter.add_arguments(add("init", starter.DESCRIPTION))
     bench = add(
         "bench",
         "Measure models on the held-out tasks: accuracy, pass@k, majority@k with confidence intervals, side by side on "
@@ -290,6 +292,11 @@ def _train(arguments: argparse.Namespace) -> int:
     if config.run.mode in ("explore", "bench"):
         raise ConfigError(f"run.mode={config.run.mode} is of `megarl {config.run.mode}`; leave it out, or run that")
     return _check_job(config, arguments) if arguments.check else _run_job(config)
+
+
+def _init(arguments: argparse.Namespace) -> int:
+    starter.run(arguments)
+    return 0
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -505,6 +512,7 @@ def _config(arguments: argparse.Namespace) -> int:
 
 COMMANDS = {
     "train": _train,
+    "init": _init,
     "bench": _bench,
     "explore": _explore,
     "scale": _scale,

@@ -21,5 +21,6 @@ FACE = (
     "report.doctor",
     "report.html",
     "run_dir.dry_run",
+    "starter",
 )
 """Modules that other packages may import."""

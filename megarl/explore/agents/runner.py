@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import logging
 import os
@@ -54,7 +55,9 @@ def load(rollout: RolloutConfig, endpoint: Path | None = None) -> Run:
         )
     os.environ.update(with_loopback(os.environ))  # before the file makes its client
     wanted = "async def run(base_url, prompt, request_kwargs, metadata)"
-    function = getattr(import_file(agent, "rollout.agent", wanted), "run", None)
+    module = import_file(agent, "rollout.agent", wanted)
+    atexit.register(vars(module).clear)  # its clients close themselves, and need modules that are gone later
+    function = getattr(module, "run", None)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(f"rollout.agent={agent} has no {wanted}")
     thread = AgentThread()
