@@ -30,8 +30,8 @@ SUMS = {"train": ("2 + 3", "4 + 1", "6 + 2"), "eval": ("3 + 3", "1 + 7", "5 + 4"
 class Starter(NamedTuple):
     """Files and settings of one kind of training."""
 
-    says: str
-    """What the kind is for, in a line of the help and of the experiment."""
+    purpose: str
+    """Purpose of the kind in one line, for the help and the experiment."""
     row: Callable[[str, str], dict[str, Any]]
     """The example row of a question and its answer."""
     settings: dict[str, Any]
@@ -159,7 +159,7 @@ class Answers(NamedTuple):
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of ``megarl init``."""
-    kinds = "; ".join(f"{kind}: {starter.says}" for kind, starter in KINDS.items())
+    kinds = "; ".join(f"{kind}: {starter.purpose}" for kind, starter in KINDS.items())
     parser.add_argument("folder", metavar="DIR", help="folder to make")
     parser.add_argument("--kind", choices=list(KINDS), help=f"{kinds} (default rows)")
     parser.add_argument("--name", help="name of the experiment (default: the folder's)")
@@ -270,7 +270,7 @@ def _experiment(folder: Path, answers: Answers) -> str:
 
     head = (
         "# @package _global_\n"
-        f"# {starter.says[0].upper()}{starter.says[1:]}.\n"
+        f"# {starter.purpose[0].upper()}{starter.purpose[1:]}.\n"
         "# docs/settings.md lists every setting. trainer.tasks_per_step is the number of rows of a step: raise it\n"
         "# once train.jsonl has your rows.\n"
     )

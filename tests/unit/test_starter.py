@@ -19,7 +19,9 @@ def test_a_folder_has_all_that_a_job_needs(tmp_path: Path, kind: str) -> None:
     config = compose(["experiment=mine"], own=folder)
     named = [config.reward.path, config.rollout.agent, config.rollout.environment]
     files = {folder / name for name in ("train.jsonl", "eval.jsonl", "job.sh", "experiment/mine.yaml")}
-    assert {path for path in folder.rglob("*") if path.is_file()} == files | {Path(path) for path in named if path and path.endswith(".py")}
+    assert {path for path in folder.rglob("*") if path.is_file()} == files | {
+        Path(path) for path in named if path and path.endswith(".py")
+    }
     assert len((folder / "train.jsonl").read_text().splitlines()) == config.trainer.tasks_per_step == 3
     subprocess.run(["bash", "-n", folder / "job.sh"], check=True)
     assert f"--config-dir {folder} experiment=mine" in (folder / "job.sh").read_text()
