@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.processes.collector import uncollected
-from megarl.run import starter
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
+from megarl.run.launch import starter
 from megarl.weights.checkpoint.convert.command import add_arguments
 from megarl.weights.drafts import command as add_model
 

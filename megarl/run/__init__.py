@@ -11,6 +11,7 @@ FACE = (
     "launch.bench",
     "launch.job",
     "launch.scale",
+    "launch.starter",
     "launch.store",
     "launch.sweep",
     "nodes.fit",
@@ -21,6 +22,5 @@ FACE = (
     "report.doctor",
     "report.html",
     "run_dir.dry_run",
-    "starter",
 )
 """Modules that other packages may import."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cli import main
-from megarl.run.starter import KINDS
+from megarl.run.launch.starter import KINDS
 from tests.system.jobs import START_S, Job
 
 SHORT = ("trainer.steps=3", "trainer.eval_interval=3", "trainer.checkpoint_interval=3")

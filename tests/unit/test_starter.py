@@ -9,7 +9,7 @@ import pytest
 
 from megarl.cli import main
 from megarl.config import compose
-from megarl.run.starter import KINDS
+from megarl.run.launch.starter import KINDS
 
 
 @pytest.mark.parametrize("kind", KINDS)
