@@ -300,6 +300,9 @@ class TrainerConfig:
     """Steps between two checkpoints; the last step always has one."""
     keep_checkpoints: Count = 2
     """Finished checkpoints that are kept, the newest first."""
+    keep_best: str | None = None
+    """Metric of held-out evaluations (``val/accuracy``, ``val/loss``) whose best checkpoint is kept beside the newest;
+    ``run:DIR@best`` names it (docs/checkpoints.md). The least value of a loss is the best, else the largest."""
     async_checkpoint: bool = True
     """Training goes on while a forked process of each rank writes a checkpoint; it counts when all have written. What
     ends a job is written at once."""

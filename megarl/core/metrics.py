@@ -6,9 +6,10 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -160,6 +161,23 @@ class Lines:
         """Close the file."""
         with suppress(OSError):
             self._file.close()
+
+
+def best_step(run_dir: Path, name: str, steps: Collection[int]) -> int | None:
+    """Return the step, of ``steps``, at which a metric of ``metrics.jsonl`` was best; None if it has no value there.
+
+    The least value of a loss is the best, the largest of every other metric; of equal values the earliest. The last
+    value that was written for a step counts.
+    """
+    path, values = run_dir / "metrics.jsonl", dict[int, float]()
+    for line in path.read_text().splitlines() if path.is_file() else ():
+        if f'"{name}"' in line:  # most lines are of steps without an evaluation
+            with suppress(ValueError):  # half a line, of a process that was killed
+                record = json.loads(line)
+                if record["step"] in steps and math.isfinite(record.get(name, math.nan)):
+                    values[record["step"]] = record[name]
+    sign = -1.0 if name.endswith("loss") else 1.0
+    return max(sorted(values), key=lambda step: sign * values[step], default=None)
 
 
 def _is_warm_start(names: Iterable[str]) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import shutil
 import tempfile
@@ -13,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import CheckpointError
-from megarl.weights.checkpoint.training import manifest, state
+from megarl.core.metrics import best_step
+from megarl.weights.checkpoint.training import disk_space, manifest, state
 from tests.kills import every_kill
 from tests.parallel.grid import run_grid
 
@@ -49,6 +52,25 @@ def test_an_unfinished_one_takes_no_place(tmp_path: Path, keep: int, left: list[
     checkpoint(tmp_path, 60, finished=False)
     state.prune(tmp_path, keep)
     assert names(tmp_path) == left
+
+
+def test_the_best_one_is_kept_beside_the_newest(tmp_path: Path) -> None:
+    for step in (20, 40, 60, 80):
+        checkpoint(tmp_path, step)
+    state.prune(tmp_path, 1, best=20)
+    assert names(tmp_path) == ["global_step_20", "global_step_80"]
+    disk_space.free_space(tmp_path, 2**62, 1, refuse=False, best=20)
+    assert names(tmp_path) == ["global_step_20", "global_step_80"]
+
+
+@pytest.mark.parametrize(("name", "best"), [("val/accuracy", 2), ("val/loss", 4), ("val/score", None)])
+def test_the_best_step_is_the_first_with_the_best_finite_value(tmp_path: Path, name: str, best: int | None) -> None:
+    values = {0: (0.9, 0.1), 1: (0.1, 3.0), 2: (0.5, 2.0), 3: (0.5, math.nan), 4: (0.2, 1.0), 5: (0.3, 2.0)}
+    lines = [json.dumps({"step": step, "val/accuracy": a, "val/loss": loss}) for step, (a, loss) in values.items()]
+    earlier = json.dumps({"step": 1, "val/accuracy": 1.0})  # written again after a resume
+    (tmp_path / "metrics.jsonl").write_text("\n".join([earlier, *lines, '{"step": 2, "val/accuracy": 9']))
+    assert best_step(tmp_path, name, {1, 2, 3, 4, 5}) == best
+    assert best_step(tmp_path / "none", name, {1}) is None
 
 
 def test_a_half_removed_one_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,11 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["evaluation.temperature=2.5"], ["evaluation.temperature=2.5", "at most 2"]),
         (["rollout.workflow=two_turns"], ["rollout.workflow='two_turns'", "single_turn"]),
         (["evaluation.samples=4"], ["evaluation.samples=4", "evaluation.temperature=0"]),
+        (["trainer.keep_best=reward"], ["trainer.keep_best=reward", "val/accuracy"]),
+        (
+            ["trainer.keep_best=val/accuracy", "trainer.eval_interval=9", "trainer.checkpoint_interval=20"],
+            ["trainer.eval_interval=9", "trainer.checkpoint_interval=20"],
+        ),
         (["evaluation.samples=0"], ["evaluation.samples=0", "at least 1"]),
         (["evaluation.top_p=0"], ["evaluation.top_p=0", "above 0 and at most 1"]),
         (["trainer.ppo_epochs=0"], ["trainer.ppo_epochs=0", "at least 1"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import math
 import os
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from megarl.buffer.store import check_url
 from megarl.buffer.store.database import is_pending
 from megarl.config import Config
 from megarl.config.algorithms import MixConfig
+from megarl.config.schema import TrainerConfig
 from megarl.core.errors import ConfigError, describe
 from megarl.core.jobs import Job, ProcessKind
 from megarl.core.processes.machine import available_memory
@@ -274,6 +276,7 @@ def check_evaluation(config: Config, job: Job) -> None:
             f"evaluation.samples={config.evaluation.samples} with evaluation.temperature=0 are copies of one greedy "
             "answer; set a temperature, or samples to 1"
         )
+    _check_keep_best(config.trainer)
     if config.evaluation.average is None:
         return
     where = f"evaluation.average={config.evaluation.average:g}"
@@ -288,6 +291,21 @@ def check_evaluation(config: Config, job: Job) -> None:
         raise ConfigError(
             f"{where} with {found[0]}: engines have the average's weights while it is evaluated, and nothing else may "
             "sample or compare then; leave one of them out"
+        )
+
+
+def _check_keep_best(trainer: TrainerConfig) -> None:
+    """Raise ConfigError for a metric of no evaluation, and where no checkpoint would have one."""
+    where, interval = f"trainer.keep_best={trainer.keep_best}", trainer.eval_interval
+    if trainer.keep_best is None:
+        return
+    if not trainer.keep_best.startswith(("val/", "val-core/")):
+        raise ConfigError(f"{where}: give a metric of evaluations, such as val/accuracy or val/loss")
+    if not interval or (math.lcm(interval, trainer.checkpoint_interval) > trainer.steps):
+        raise ConfigError(
+            f"{where} with trainer.eval_interval={interval} and trainer.checkpoint_interval="
+            f"{trainer.checkpoint_interval}: no checkpoint before the last is evaluated; make one interval a multiple "
+            "of the other"
         )
 
 

@@ -7,15 +7,16 @@ import hashlib
 import logging
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from megarl.config import hub
+from megarl.config import hub, load_resolved
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, ConfigError
+from megarl.core.metrics import best_step
 from megarl.core.published import MANIFEST, folder_of, whole_versions
 from megarl.run.run_dir.experts import RUN
 from megarl.weights.checkpoint.formats import peft
@@ -162,8 +163,8 @@ def subject_of(word: str) -> Subject:
         check_finished(model)
         return _of_checkpoint(word, path)
     fix = (
-        f"give the directory of an HF checkpoint or a PEFT adapter, {RUN}DIR of a run, or {RUN}DIR@STEP of one of its "
-        "checkpoints"
+        f"give the directory of an HF checkpoint or a PEFT adapter, {RUN}DIR of a run, or {RUN}DIR@STEP (or @best) of "
+        "one of its checkpoints"
     )
     if hub.is_name(word):
         fix += f"; of a name on the Hugging Face hub, `hf download {word}` puts it where it is found by the name"
@@ -196,6 +197,8 @@ def _of_run(word: str) -> Subject:
     if not (run_dir / "resolved.json").is_file():
         raise ConfigError(f"MODEL {word}: {run_dir} has no resolved.json; give the directory of a run")
     checkpoints = {path.name.removeprefix(PREFIX): path for path in finished(run_dir / "checkpoints")}
+    if step == "best":
+        step = str(_best_step(word, run_dir, list(map(int, checkpoints))))
     versions = [str(version) for version in whole_versions(run_dir)]
     if "." in step:
         if step not in versions:
@@ -221,6 +224,17 @@ def _of_run(word: str) -> Subject:
         raise ConfigError(f"MODEL {word}: it has neither an exported model (hf/) nor a finished checkpoint yet")
     step, path = list(checkpoints.items())[-1]
     return _of_checkpoint(f"{word}@{step}", path)
+
+
+def _best_step(word: str, run_dir: Path, steps: Collection[int]) -> int:
+    """Step of a run's best checkpoint. Raises ConfigError without ``trainer.keep_best``, and where none is measured."""
+    metric = load_resolved(run_dir / "resolved.json").trainer.keep_best
+    if metric is None:
+        raise ConfigError(f"MODEL {word}: the run has no trainer.keep_best; give a step")
+    best = best_step(run_dir, metric, steps)
+    if best is None:
+        raise ConfigError(f"MODEL {word}: no finished checkpoint has a value of {metric} yet; give a step")
+    return best
 
 
 def _of_checkpoint(name: str, path: Path) -> Subject:

@@ -19,9 +19,11 @@ from tokenizers import Tokenizer
 from megarl.buffer.store import Store
 from megarl.config import Config, load_resolved, to_dict
 from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
+from megarl.core.metrics import best_step
 from megarl.core.schema import Task, Trajectory
 from megarl.core.truncation import truncation
 from megarl.run.report.timeline import TimedPhase, union
+from megarl.weights.checkpoint.training.manifest import finished, steps_of
 
 SAMPLES = 10
 STOPPED_S = 60.0
@@ -109,6 +111,15 @@ class ReportData:
         """The exported checkpoint, once it is there."""
         path = self.run_dir / "hf"
         return path if (path / "config.json").is_file() else None
+
+    @property
+    def best_checkpoint(self) -> Path | None:
+        """The checkpoint that ``trainer.keep_best`` keeps, once there is one."""
+        metric, folder = self.config.trainer.keep_best, self.run_dir / "checkpoints"
+        paths = finished(folder)
+        there = dict(zip(steps_of(paths), paths, strict=True))
+        best = None if metric is None else best_step(self.run_dir, metric, there)
+        return None if best is None else there[best]
 
     @property
     def finished(self) -> bool:

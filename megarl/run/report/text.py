@@ -55,6 +55,8 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
     ):
         lines.append(f"{label + ':':<15}{path if path.is_file() else 'not written yet'}")
     lines.append(f"{'HF checkpoint:':<15}{run.hf_checkpoint or 'not exported yet'}")
+    if (best := run.best_checkpoint) is not None:
+        lines.append(f"{'best:':<15}{best} (by {run.config.trainer.keep_best})")
     return "\n".join([*lines, *run.notes])
 
 

@@ -49,6 +49,7 @@ FREE = (
             "micro_batch_size",
             "checkpoint_interval",
             "keep_checkpoints",
+            "keep_best",
             "async_checkpoint",
             "verify_checkpoints",
             "max_failed_checkpoints",

@@ -13,6 +13,7 @@ from megarl.buffer.order.draws import data_cursor
 from megarl.buffer.order.group_choice import tasks_per_step
 from megarl.buffer.store import Store
 from megarl.core.errors import CheckpointError, DiskFullError, FencedError, NonRetryableError
+from megarl.core.metrics import best_step
 from megarl.core.schema import WeightsVersion
 from megarl.learn.memory.phases import Phase
 from megarl.train.inference.models import Models
@@ -22,7 +23,7 @@ from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
 from megarl.weights.checkpoint.training import state as saving
 from megarl.weights.checkpoint.training.disk_space import free_space, writing
-from megarl.weights.checkpoint.training.manifest import current_attempt
+from megarl.weights.checkpoint.training.manifest import current_attempt, steps_of
 
 
 class Checkpointer:
@@ -138,7 +139,9 @@ class Checkpointer:
                     self._pending = saving.begin(
                         folder, state.step, models.parts(), manifest, model=Path(self._context.config.model.path),
                         background=background, fence=self._fence,
-                        free_space=lambda needed: free_space(folder, needed, config.keep_checkpoints, refuse=interval),
+                        free_space=lambda needed: free_space(
+                            folder, needed, config.keep_checkpoints, refuse=interval, best=self._best(folder)
+                        ),
                     )  # fmt: skip
             except DiskFullError as error:
                 if not interval:
@@ -148,6 +151,14 @@ class Checkpointer:
             self._saved = state
             if not background:
                 self.settle(wait=True, needed=not interval)
+
+    def _best(self, folder: Path, *more: int) -> int | None:
+        """Step of the best checkpoint by ``trainer.keep_best``, of the finished ones in ``folder`` and of steps
+        ``more``; None where none is measured, in the warm start and on ranks other than 0."""
+        metric = self._context.config.trainer.keep_best
+        if metric is None or self._context.rank or folder != self._folder(warming_up=False):
+            return None
+        return best_step(self._context.run_dir, metric, {*steps_of(saving.finished(folder)), *more})
 
     @property
     def settling(self) -> bool:
@@ -168,7 +179,8 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         try:
             with writing(pending.folder):
-                pending.finish(self._context.config.trainer.keep_checkpoints)
+                best = self._best(pending.folder, pending.step)
+                pending.finish(self._context.config.trainer.keep_checkpoints, best)
         except DiskFullError as error:
             self._saved = None
             if needed:

@@ -14,7 +14,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from megarl.core.errors import DiskFullError, JobError
-from megarl.weights.checkpoint.training.manifest import finished, remove
+from megarl.weights.checkpoint.training.manifest import finished, remove, steps_of
 
 log = logging.getLogger(__name__)
 
@@ -55,17 +55,18 @@ def writing(path: Path) -> Iterator[None]:
         raise JobError(f"{path} cannot be written ({error})") from error
 
 
-def free_space(folder: Path, needed: int, keep: int, *, refuse: bool) -> None:
-    """Before a checkpoint of ``needed`` bytes: where that many are not free, the finished ones go that would go once it
-    counts, but never the last.
+def free_space(folder: Path, needed: int, keep: int, *, refuse: bool, best: int | None = None) -> None:
+    """Make room for a checkpoint of ``needed`` bytes, if fewer are free.
 
-    ``refuse``: raise DiskFullError where they are still not free; otherwise warn and leave it to the disk, since a
-        quota or a
-    reserve may make the number wrong either way.
+    The finished checkpoints go that ``prune`` would remove once the new one counts; the newest and that of step
+    ``best`` stay. ``refuse``: raise DiskFullError if the room is still missing. Otherwise warn and try: a quota or a
+    reserve may make the number of free bytes wrong.
     """
     if (free := shutil.disk_usage(folder).free) >= needed:
         return
     for checkpoint in finished(folder)[: -max(1, keep - 1)]:
+        if steps_of([checkpoint]) == [best]:
+            continue
         log.warning(
             "%s is removed to make room: a checkpoint of %s comes, %s are free", checkpoint, size(needed), size(free)
         )

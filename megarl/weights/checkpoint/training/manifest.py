@@ -142,12 +142,12 @@ def remove(checkpoint: Path) -> None:
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
-def prune(folder: Path, keep: int, attempt: int = 0) -> None:
-    """Remove all but the newest ``keep`` finished checkpoints; what ``attempt`` or one before it left unfinished does
-    not count."""
+def prune(folder: Path, keep: int, attempt: int = 0, best: int | None = None) -> None:
+    """Remove all but the newest ``keep`` finished checkpoints and that of step ``best``, and the unfinished ones of
+    ``attempt`` and of attempts before it."""
     kept = finished(folder)[-keep:]
     for checkpoint in in_order(folder):
-        if checkpoint not in kept:
+        if checkpoint not in kept and (best is None or _step_of(checkpoint.name) != best):
             remove(checkpoint)
     for path in folder.glob(f"{PREFIX}*"):
         if (found := _UNFINISHED.fullmatch(path.name)) and int(found[1]) <= attempt:
@@ -191,9 +191,14 @@ def write_manifest(
 
 
 def complete(
-    written: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint], keep: int
+    written: Path,
+    state: Mapping[str, Any],
+    made: Mapping[str, Any],
+    files: Mapping[str, Fingerprint],
+    keep: int,
+    best: int | None = None,
 ) -> Path:
-    """Make a checkpoint count whose files are all in ``written``; remove all but the newest ``keep``; return its path.
+    """Make a checkpoint count whose files are all in ``written``; remove others as ``prune``; return its path.
 
     Args:
         files: Those that their writers have taken the fingerprints of; the others' are taken here.
@@ -204,7 +209,7 @@ def complete(
     write_manifest(written, state, made, {**files, **fingerprints(written, others)})
     durable.replace_directory(written, final)
     write_text(folder / LATEST, str(state["step"]))
-    prune(folder, keep, _attempt_of(written))
+    prune(folder, keep, _attempt_of(written), best)
     return final
 
 

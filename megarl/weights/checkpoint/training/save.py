@@ -258,9 +258,9 @@ class Save:
         """True if this rank's files are there, or will never be: ``finish`` then waits only for other ranks."""
         return self._pending.done
 
-    def finish(self, keep: int) -> Path:
+    def finish(self, keep: int, best: int | None = None) -> Path:
         """Wait for the writers of all ranks and make the checkpoint count; all but the newest ``keep`` finished ones
-        are removed.
+        and that of step ``best``, as rank 0 gives it, are removed.
 
         Raises:
             DiskFullError: a rank had no room, what it met on every rank; nothing of this checkpoint is left.
@@ -297,7 +297,7 @@ class Save:
             state = {"step": self.step, **self._manifest.state}
             with _undone_by(lambda: remove(self._target)):
                 small_files.check()
-                complete(self._target, state, self._manifest.made, files, keep)
+                complete(self._target, state, self._manifest.made, files, keep, best)
 
         on_rank_0(end)
         return self.folder / f"{PREFIX}{self.step}"
