@@ -31,6 +31,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import check_parallel, megatron_grid, role_grids
+from megarl.run.launch.starter import KINDS as STARTERS
 from megarl.run.nodes.plan import NodeInfo, groups_of, idle_gpus, plan_job
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.complete import complete
@@ -490,6 +491,18 @@ def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) 
     with pytest.raises(ConfigError, match=missing):
         check(compose([f"experiment={name}"]))
     check(compose([f"experiment={name}"]), nodes=NODES[name], elsewhere=True)
+
+
+@pytest.mark.parametrize("kind", STARTERS)
+def test_a_folder_of_init_is_accepted_for_its_gpus(
+    in_workplace: Path, tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    from megarl.cli import main
+
+    folder, model = tmp_path / "mine", str(in_workplace / "models" / "Qwen2.5-7B-Instruct")
+    assert main(["init", str(folder), "--kind", kind, "--model", model, "--gpus-per-node", "8"]) == 0
+    command = ["train", "--config-dir", str(folder), "experiment=mine", "--check", "--gpus-per-node", "8"]
+    assert main(command) == 0, caplog.text
 
 
 def test_a_job_for_other_machines_is_checked_here(in_workplace: Path, caplog: pytest.LogCaptureFixture) -> None:

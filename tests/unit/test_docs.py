@@ -149,7 +149,8 @@ def check_command(words: list[str]) -> None:
         if hasattr(arguments, "overrides") and not arguments.config_dir:
             check_overrides(arguments.overrides, swept=getattr(arguments, "multirun", False))
     elif scripts := [word for word in words if word.endswith((".sh", ".py"))]:
-        assert (ROOT / scripts[0]).is_file(), scripts[0]
+        # ``megarl init`` writes a job.sh.
+        assert (ROOT / scripts[0]).is_file() or scripts[0].endswith("/job.sh"), scripts[0]
         overrides = words[words.index(scripts[0]) + 1 :]
         if "slurm/train_" in scripts[0] or "array_sweep" in scripts[0]:
             check_overrides(overrides, swept="array_sweep" in scripts[0])
