@@ -2,7 +2,7 @@
 # What all job scripts share. Settings (environment of `sbatch`):
 #   MEGARL_HOME     checkout with configs/ and slurm/ (default: where sbatch was called)
 #   MEGARL_SETUP    how a node gets Python: venv:PATH (default venv:$MEGARL_HOME/.venv), module:NAME,NAME,
-#                   pyxis:IMAGE, apptainer:IMAGE, none
+#                   pyxis:IMAGE, apptainer:IMAGE, none; several in order, separated by ; as in "module:cuda;venv:PATH"
 #   MEGARL_MOUNTS   folders that a container sees beside MEGARL_HOME, as SRC:DST,SRC:DST
 #   MEGARL_REQUEUES how often a job that was stopped before its end is queued again (default 100)
 #   MEGARL_CPUS     CPUs that every node must have for the job, else it ends at once (default 2, and 2 for each GPU)
@@ -21,23 +21,38 @@ submitted=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')
 MEGARL_COMMAND=${submitted%%$'\n'*}
 export MEGARL_JOB_KEY MEGARL_HEAD MEGARL_COMMAND
 
-setup=${MEGARL_SETUP:-venv:$MEGARL_HOME/.venv}
+# load_modules NAME,NAME: the `module` command is a shell function, which a batch job may lack.
+load_modules() {
+  local file name
+  for file in /etc/profile.d/{modules,lmod,z00_lmod}.sh; do
+    type module &>/dev/null || { [ -r "$file" ] && source "$file"; }
+  done
+  type module &>/dev/null || { echo "MEGARL_SETUP=$MEGARL_SETUP: this node has no module command" >&2; exit 2; }
+  for name in ${1//,/ }; do
+    module load "$name" && module is-loaded "$name" || { echo "module load $name failed on $(hostname)" >&2; exit 2; }
+  done
+}
+
 # Not --kill-on-bad-exit: when a supervisor dies, the head may go on without its node; when the head does, the others
 # end themselves. --no-kill: nor when a node is lost; a job submitted without it is then queued again as a whole.
 # --cpu-bind=none: a supervisor and its children use every CPU that the job has on their node, not those of one task.
 srun_options=(--ntasks-per-node=1 --no-kill --cpu-bind=none)
 launch=()
-case $setup in
-  venv:*) source "${setup#venv:}/bin/activate" ;;
-  module:*) for name in $(echo "${setup#module:}" | tr , ' '); do module load "$name"; done ;;
-  pyxis:*)
-    srun_options+=(--container-image="${setup#pyxis:}" --container-workdir="$MEGARL_HOME"
-      --container-mounts="$MEGARL_HOME:$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}") ;;
-  apptainer:*)
-    launch=(apptainer exec --nv --pwd "$MEGARL_HOME" --bind "$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}" "${setup#apptainer:}") ;;
-  none) ;;
-  *) echo "MEGARL_SETUP=$setup: give venv:PATH, module:NAMES, pyxis:IMAGE, apptainer:IMAGE or none" >&2; exit 2 ;;
-esac
+IFS=';' read -ra setups <<<"${MEGARL_SETUP:-venv:$MEGARL_HOME/.venv}"
+for setup in "${setups[@]}"; do
+  case $setup in
+    venv:*) source "${setup#venv:}/bin/activate" ;;
+    module:*) load_modules "${setup#module:}" ;;
+    pyxis:*)
+      srun_options+=(--container-image="${setup#pyxis:}" --container-workdir="$MEGARL_HOME"
+        --container-mounts="$MEGARL_HOME:$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}") ;;
+    apptainer:*)
+      launch=(apptainer exec --nv --pwd "$MEGARL_HOME" --bind "$MEGARL_HOME${MEGARL_MOUNTS:+,$MEGARL_MOUNTS}"
+        "${setup#apptainer:}") ;;
+    none) ;;
+    *) echo "MEGARL_SETUP=$setup: give venv:PATH, module:NAMES, pyxis:IMAGE, apptainer:IMAGE or none" >&2; exit 2 ;;
+  esac
+done
 
 # check_cpus: refuse a job that got fewer CPUs on a node than its processes need to make progress.
 check_cpus() {
