@@ -5,7 +5,7 @@
 One weight of 4096 x 4096 with normal elements of deviation 0.02 and an adapter of rank 32, both in bfloat16. Errors are
 those of the merged weight against the sum in float64, relative to the update s B A: the largest error by the largest
 element of the update, the mean error by the mean element. Then what is left of a weight that is merged and unmerged in
-bfloat16 a hundred times. The numbers are in docs/lora.md.
+bfloat16 a hundred times. The numbers are in docs/benchmarks/adapter_merge.md.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def drift(size: float) -> str:
 
 
 def main() -> None:
-    """Measure, print the tables and put them into docs/lora.md."""
+    """Measure, print the tables and put them into docs/benchmarks/adapter_merge.md."""
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     lines = [
         "| update / weight | merged in | largest error / update | mean error / update | mean error / weight | differ |",
@@ -84,7 +84,7 @@ def main() -> None:
         *map(drift, UPDATES),
     ]
     text = "\n".join(lines) + "\n"
-    page.write("lora.md", text)
+    page.write("benchmarks/adapter_merge.md", text)
     sys.stdout.write(text)
 
 

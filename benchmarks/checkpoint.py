@@ -178,7 +178,9 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tasks", type=int, default=64)
-    parser.add_argument("--write", action="store_true", help="also write the figures into docs/checkpoints.md")
+    parser.add_argument(
+        "--write", action="store_true", help="also write the figures into docs/benchmarks/checkpoint.md"
+    )
     parser.add_argument("--dir", type=Path, default=None, help="where the checkpoints go (default: a temporary folder)")
     arguments = parser.parse_args()
     from tests.parallel.grid import run_grid
@@ -228,7 +230,7 @@ def main() -> None:
         f"{size / first['verify'] / 1e9:.2f} GB/s, disk writes with fsync {first['disk'] / 1e9:.2f} GB/s"
     )
     if arguments.write:
-        page.write("checkpoints.md", str(text))
+        page.write("benchmarks/checkpoint.md", str(text))
 
 
 if __name__ == "__main__":

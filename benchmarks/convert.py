@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--gb", type=float, default=4.9)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--scratch", type=Path, default=Path("/tmp/megarl-convert"))
-    parser.add_argument("--write", action="store_true", help="also write the figures into docs/checkpoints.md")
+    parser.add_argument("--write", action="store_true", help="also write the figures into docs/benchmarks/convert.md")
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints there")
     options = parser.parse_args()
     scratch: Path = options.scratch
@@ -164,7 +164,7 @@ def main() -> None:
         say(f"| {name} | {seconds:.1f} | {size / 1e6 / seconds:.0f} | {peak:.2f} GiB |")
     say(f"\ndigests of all targets equal: {same}; killed and repeated equals uninterrupted, byte by byte: {equal}")
     if options.write:
-        page.write("checkpoints.md", str(text))
+        page.write("benchmarks/convert.md", str(text))
     if not options.keep:
         shutil.rmtree(scratch)
     if not (same and equal and max(peak for *_, peak in rows) <= bound):

@@ -1,5 +1,5 @@
 """Padding of micro-batches whose length is that of the fullest, and of those that all have
-``trainer.max_tokens_per_micro_batch``: ``python benchmarks/padding.py``, which writes its table into docs/tuning.md.
+``trainer.max_tokens_per_micro_batch``: ``python benchmarks/padding.py``, which writes docs/benchmarks/padding.md.
 
 The second is what Megatron-Core's overlap of tensor parallelism's communication would need. Counted, not timed: lengths
 are drawn, and dealt to micro-batches as the trainer deals them.
@@ -43,7 +43,7 @@ def main() -> None:
             lines.append(f"| {budget:,} | {number} | {' | '.join(cells)} |")
     text = "\n".join(lines)
     print(text)
-    page.write("tuning.md", text)
+    page.write("benchmarks/padding.md", text)
 
 
 if __name__ == "__main__":

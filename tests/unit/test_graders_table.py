@@ -1,4 +1,4 @@
-"""Answers that math-verify, verl's math_dapo and megarl judge otherwise: the table of docs/rewards_math.md."""
+"""Answers that math-verify, verl's math_dapo and megarl judge otherwise; docs/rewards_math.md shows some."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def test_verdicts_of_math_verify_are_the_listed_ones() -> None:
         assert WORDS[verify(parse(f"\\boxed{{{gold}}}"), parse(response_of(answer)))] == theirs, (gold, answer)
 
 
-def test_the_page_has_the_rows() -> None:
+def test_rows_of_the_page_are_rows_of_the_file() -> None:
     page = (ROOT / "docs" / "rewards_math.md").read_text(encoding="utf-8")
     section = page.partition("## Where graders disagree")[2].partition("\n## ")[0]
     table = [line for line in section.splitlines() if line.startswith("| `")]
-    assert table == [
+    assert len(table) >= 15 and set(table) <= {
         f"| `{answer.removeprefix('> ')}` | `{gold}` | {' | '.join(verdicts)} |" for gold, answer, *verdicts in ROWS
-    ]
+    }

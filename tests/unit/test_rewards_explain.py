@@ -36,7 +36,7 @@ def explained(file: Path, *rows: dict[str, Any], **settings: Any) -> list[str]:
 
 
 def test_the_example_of_the_docs(tmp_path: Path) -> None:
-    section = DOCS.read_text().split("## Why a verdict is as it is")[1]
+    section = DOCS.read_text().split("## Explain verdicts")[1]
     rows, printed = section.split("```json\n")[1].split("```")[0], section.split("```text\n")[1].split("```")[0]
     lines = rows.replace("\n ", " ")
     (tmp_path / "rows.jsonl").write_text(lines)
