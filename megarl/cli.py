@@ -121,6 +121,12 @@ def build_parser() -> argparse.ArgumentParser:
     data_command.add_arguments(data)
     doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
     doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")
+    doctor.add_argument(
+        "--bundle",
+        metavar="RUN",
+        help="also write megarl-bundle.zip here: logs, settings, metrics, versions of a run and of this machine, "
+        "without weights and rows, to show somebody why a job failed",
+    )
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
     report.add_argument("run_dir", help="the run's directory, e.g. runs/quickstart; a sweep's: print its results")
     add_arguments(
@@ -394,6 +400,11 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     text, healthy = examine(arguments.host)
     sys.stdout.write(text)
+    if arguments.bundle is not None:
+        from megarl.run.report.bundle import write_bundle
+
+        target = write_bundle(Path(arguments.bundle), text, Path("megarl-bundle.zip"))
+        sys.stdout.write(f"wrote {target}; logs may hold texts of your rows: look before you send it\n")
     return 0 if healthy else 1
 
 

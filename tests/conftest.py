@@ -37,6 +37,8 @@ def _missing() -> dict[str, str]:
         missing["postgres"] = "PostgreSQL's initdb is not installed"
     if shutil.which("bwrap") is None:
         missing["sandbox"] = "bubblewrap (bwrap) is not installed"
+    if not any(map(os.path.exists, ("/etc/profile.d/modules.sh", "/etc/profile.d/lmod.sh"))):
+        missing["modules"] = "neither environment-modules nor Lmod is installed"
     if not os.path.exists("/dev/nvidiactl"):
         missing["gpu"] = "no NVIDIA GPU"
     return missing

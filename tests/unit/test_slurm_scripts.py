@@ -136,6 +136,38 @@ def test_more_names_of_nodes_than_a_pipe_holds(monkeypatch: pytest.MonkeyPatch, 
     assert done.returncode == 0 and "srun" in done.stdout, done.stderr
 
 
+@pytest.mark.modules
+@pytest.mark.usefixtures("shown")
+def test_a_job_loads_modules_and_then_an_environment(tmp_path: Path) -> None:
+    modules, environment = tmp_path / "modules", tmp_path / "environment"
+    (environment / "bin").mkdir(parents=True)
+    (environment / "bin" / "activate").write_text("echo activated with $FIRST and $SECOND\n")
+    modules.mkdir()
+    for name in ("FIRST", "SECOND"):
+        (modules / name.lower()).write_text(f"#%Module1.0\nsetenv {name} value-of-{name}\n")
+    setup = f"module:first,second;venv:{environment}"
+    settings = {**job(tmp_path), "MODULEPATH": str(modules), "MEGARL_SETUP": setup}
+    done = script(tmp_path, *SWEEP, f"run.dir={tmp_path}/runs", **settings)
+    assert done.returncode == 0 and "srun" in done.stdout, done.stderr
+    assert "activated with value-of-FIRST and value-of-SECOND" in done.stdout
+    settings["MEGARL_SETUP"] = "module:first,third"
+    done = script(tmp_path, *SWEEP, f"run.dir={tmp_path}/runs", **settings)
+    assert done.returncode == 2 and "module load third failed" in done.stderr
+    assert done.stdout == "", "no supervisor was started"
+
+
+@pytest.mark.parametrize("setup", ["conda:mine", "venv:/nowhere;conda:mine"])
+@pytest.mark.usefixtures("shown")
+def test_an_unknown_setup_is_refused(tmp_path: Path, setup: str) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "activate").touch()
+    given = setup.replace("/nowhere", str(tmp_path))
+    done = script(tmp_path, *SWEEP, **{**job(tmp_path), "MEGARL_SETUP": given})
+    assert done.returncode == 2 and done.stderr == (
+        "MEGARL_SETUP=conda:mine: give venv:PATH, module:NAMES, pyxis:IMAGE, apptainer:IMAGE or none\n"
+    )
+
+
 def test_the_heads_status_is_the_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where another node was lost on the way, srun ends with that one's; without one from the head its own counts."""
     monkeypatch.setitem(
