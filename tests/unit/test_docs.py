@@ -30,12 +30,15 @@ OTHERS = {
     "solve.sh",
     "mine.yaml",
     "DIR/experiment/mine.yaml",
+    "job.sh",
+    "reward.py",
 }
 """Files of other projects, and of a reader."""
 NO_SETTINGS = {
     "algorithms.md": {"rollout.top_p", "rollout.top_k"},  # said not to exist
     "checkpoints.md": {"model.layers.61", "model.safetensors"},
     "environments.md": {"reward.txt"},
+    "first_night.md": {"reward.py"},
     "rewards.md": {"reward_model.ground_truth"},
     "tasksets.md": {"reward_model.ground_truth"},
     "workflows.md": {"model.limits", "model.options", "model.room", "model.seed"},
