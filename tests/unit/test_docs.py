@@ -39,6 +39,7 @@ NO_SETTINGS = {
     "checkpoints.md": {"model.layers.61", "model.safetensors"},
     "environments.md": {"reward.txt"},
     "first_night.md": {"reward.py"},
+    "own_experiments.md": {"reward.py"},
     "rewards.md": {"reward_model.ground_truth"},
     "tasksets.md": {"reward_model.ground_truth"},
     "workflows.md": {"model.limits", "model.options", "model.room", "model.seed"},
