@@ -20,7 +20,7 @@ from megarl.config.algorithms import AlgorithmConfig
 from megarl.config.job import RunConfig, StoreConfig
 from megarl.config.schema import ModelConfig, ParallelConfig, TasksetConfig, TrainerConfig
 from megarl.core.errors import ConfigError
-from megarl.core.metrics import Timeline
+from megarl.core.metrics import COMMAND, Timeline
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.run.report import svg
 from megarl.run.report.data import changed_settings, load
@@ -421,7 +421,7 @@ def test_the_last_start_lasts_from_its_command_until_the_engines_have_joined() -
 def test_the_report_shows_the_last_start(run_dir: Path) -> None:
     assert "The last start" not in page(load(run_dir))
     for process, name, start, seconds in (
-        ("command", "import", 5e9, 2.0), ("engine_0", "load", 5e9 + 3, 2.5),
+        (COMMAND, "import", 5e9, 2.0), (COMMAND, "spawn", 5e9 + 2, 0.5), ("engine_0", "load", 5e9 + 3, 2.5),
         ("trainer_0", "wait_for_engine", 5e9 + 4, 2.25),
     ):  # fmt: skip
         Timeline(run_dir / "timeline", process).add(name, start, seconds)
@@ -447,6 +447,17 @@ def test_a_step_done_again_counts_with_its_last_time() -> None:
 def test_time_between_a_stop_and_a_resume_is_no_wall_time(run_dir: Path) -> None:
     make_timelines(run_dir / "timeline", 2, start=2_000_000.0)
     assert load(run_dir).wall_s == pytest.approx(34 + 6, abs=0.01)
+
+
+def test_starts_that_were_refused_are_no_wall_time(run_dir: Path) -> None:
+    before = load(run_dir).wall_s
+    timeline = Timeline(run_dir / "timeline", COMMAND)
+    for start, phases in ((500.0, ["import", "check"]), (1_000_000.0 - 6, ["import", "check", "spawn"])):
+        for i, name in enumerate(phases):
+            timeline.add(name, start + i * 0.5, 0.5)
+    run = load(run_dir)
+    assert [phase.name for phase in run.timelines[COMMAND]] == ["import", "check", "spawn"]
+    assert run.wall_s == pytest.approx(before + 2, abs=0.01)
 
 
 spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.sampled_from("abc")), max_size=12)

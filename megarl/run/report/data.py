@@ -19,9 +19,10 @@ from tokenizers import Tokenizer
 from megarl.buffer.store import Store
 from megarl.config import Config, load_resolved, to_dict
 from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
+from megarl.core.metrics import COMMAND
 from megarl.core.schema import Task, Trajectory
 from megarl.core.truncation import truncation
-from megarl.run.report.timeline import TimedPhase, union
+from megarl.run.report.timeline import TimedPhase, union, without_refused
 
 SAMPLES = 10
 STOPPED_S = 60.0
@@ -122,6 +123,16 @@ class ReportData:
         return bool(self.losses)
 
     @property
+    def curve(self) -> str:
+        """Return the name of the main curve, which is its file's name too: ``loss curve``, ``reward curve``."""
+        return "loss curve" if self.offline else "reward curve"
+
+    @property
+    def curve_file(self) -> Path:
+        """Path of the main curve's PNG."""
+        return self.run_dir / "report" / f"{self.curve.replace(' ', '_')}.png"
+
+    @property
     def wall_s(self) -> float:
         """Seconds from the first recorded phase to the last, without the times when the job was stopped."""
         spans = union((p for phases in self.timelines.values() for p in phases), bridge_s=STOPPED_S)
@@ -139,6 +150,8 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
     config = load_resolved(run_dir / "resolved.json")
     notes: list[str] = []
     timelines = {p.stem: _phases(_records(p, notes)) for p in sorted((run_dir / "timeline").glob("*.jsonl"))}
+    if COMMAND in timelines:
+        timelines[COMMAND] = tuple(without_refused(timelines[COMMAND]))
     written = {r["step"]: r for r in _records(run_dir / "metrics.jsonl", notes) if any(k.startswith("sft/") for k in r)}
     steps: list[tuple[int, dict[str, float]]] = []
     tasks: list[Task] = []

@@ -63,7 +63,8 @@ EXPLORER = (("generation", "generation_s"), ("reward", "reward_s"), ("both at on
 
 
 def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
-    """Write ``report/report.html`` and ``report/reward_curve.png`` of a run; returns the HTML's path.
+    """Write ``report/report.html``, and beside it ``reward_curve.png`` or an offline job's ``loss_curve.png``. Return the
+    HTML's path.
 
     A run that was stopped early gets a report of what there is. Its store is waited for ``outage_s``.
 
@@ -73,7 +74,7 @@ def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
     run = load(run_dir, outage_s)
     folder = run_dir / "report"
     folder.mkdir(exist_ok=True)
-    with whole(folder / "reward_curve.png") as path:
+    with whole(run.curve_file) as path:
         reward_png(run, path)
     write_text(folder / "report.html", page(run))
     return folder / "report.html"
@@ -381,7 +382,7 @@ def _files(run: ReportData) -> Markup:
     body = [
         ("HF checkpoint", PIECES.code(str(run.hf_checkpoint)) if run.hf_checkpoint else "not exported yet"),
         ("run", PIECES.code(str(run.run_dir))),
-        ("reward curve", PIECES.link("reward_curve.png")),
+        (run.curve, PIECES.link(run.curve_file.name)),
     ]
     return PIECES.section("Files", "", PIECES.card(PIECES.table(("", ""), body, numeric=())))
 

@@ -49,10 +49,7 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
     lines.append("")
-    for label, path in (
-        ("loss curve" if run.offline else "reward curve", run_dir / "report" / "reward_curve.png"),
-        ("report", run_dir / "report" / "report.html"),
-    ):
+    for label, path in ((run.curve, run.curve_file), ("report", run_dir / "report" / "report.html")):
         lines.append(f"{label + ':':<15}{path if path.is_file() else 'not written yet'}")
     lines.append(f"{'HF checkpoint:':<15}{run.hf_checkpoint or 'not exported yet'}")
     return "\n".join([*lines, *run.notes])

@@ -148,8 +148,9 @@ class Reporter:
         tokens: int,
         used: Used = NOTHING_USED,
         console: Iterable[tuple[str, str, str]] = CONSOLE,
+        printed: bool = True,
     ) -> None:
-        """Write the metrics of the step that has ended, with the seconds of its phases, and print a line."""
+        """Write the metrics of the step that has ended, with the seconds of its phases; print a line if ``printed``."""
         config, seconds = self._context.config, self.timeline.seconds
         metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
         if config.taskset.bad_rows == "drop":
@@ -162,7 +163,8 @@ class Reporter:
                 metrics["idle/engines"] = idle
         self.write(step, metrics)
         self.keep(step, metrics, used)
-        self.log(console_line(step, config.trainer.steps, metrics, console))
+        if printed:
+            self.log(console_line(step, config.trainer.steps, metrics, console))
 
 
 def num_devices(config: Config) -> int:
