@@ -177,6 +177,8 @@ def _counts(line: str, warm_start_step: int, step: int) -> bool:
 
 COMMAND = "command"
 """Timeline of the command that starts a job."""
+DROPPED = "dropped"
+"""Kind of the store's event with the reasons for which groups of a step were dropped."""
 TIMELINE = "MEGARL_TIMELINE"
 """Variable with the folder and name of an engine's timeline."""
 

@@ -20,7 +20,7 @@ from megarl.config.algorithms import AlgorithmConfig
 from megarl.config.job import RunConfig, StoreConfig
 from megarl.config.schema import ModelConfig, ParallelConfig, TasksetConfig, TrainerConfig
 from megarl.core.errors import ConfigError
-from megarl.core.metrics import COMMAND, Timeline
+from megarl.core.metrics import COMMAND, DROPPED, Timeline
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.run.report import svg
 from megarl.run.report.data import changed_settings, load
@@ -228,6 +228,25 @@ def test_verifiers_are_summed_over_the_steps(run_dir: Path) -> None:
     text = re.sub("<[^>]+>", " ", page(replace(load(run_dir), steps=steps)))
     assert "math 40 250.0 2000 250.0 2000 0 2 4 3" in " ".join(text.split())
     assert "format 0.750" in text
+
+
+def test_what_was_left_out_of_training_is_shown_by_reason(run_dir: Path) -> None:
+    assert "Left out of training" not in page(load(run_dir)) and "left out" not in summary(run_dir)
+    store = Store(load(run_dir).config.store.url)
+    for step in (1, 2):
+        account = {f"rollout/{unit}/sampled": 100.0 * size for unit, size in (("trajectories", 1), ("tokens", 5))}
+        account |= {"rollout/trajectories/excluded/all_right": 18.0, "rollout/tokens/excluded/all_right": 20.0}
+        account |= {"rollout/trajectories/excluded/mine": float(step - 1), "rollout/tokens/excluded/mine": step - 1.0}
+        store.journal.record_step(step, metrics_of(step, 30) | account)
+        messages = [f"group g-{step} and 3 more: the file {HOSTILE} has {step} lines", "group h: its reward is nan"]
+        store.journal.record_event("trainer", DROPPED, {"step": step, "messages": messages[: 3 - step]})
+    store.close()
+    words = Page(page(load(run_dir))).text
+    assert "all_right group whose responses are all right: no gradient (algorithm.dynamic_sampling) 36 18.0%" in words
+    assert "mine as an operator of the run names it 1 0.5% 1 0.1%" in words
+    found = load(run_dir).dropped
+    assert [(text[:7], steps) for text, steps in found] == [("step 1,", 2), ("step 1,", 1)] and "g-1" in found[0][0]
+    assert "left out of training: 37 of the sampled trajectories, 18.5% (all_right 36, mine 1)" in summary(run_dir)
 
 
 def test_memory_is_shown_where_it_moved(run_dir: Path) -> None:

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from megarl.buffer.store import Store
 from megarl.config import Config, load_resolved, to_dict
 from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
-from megarl.core.metrics import COMMAND
+from megarl.core.metrics import COMMAND, DROPPED
+from megarl.core.repeats import kind_of_text
 from megarl.core.schema import Task, Trajectory
 from megarl.core.truncation import truncation
 from megarl.run.report.timeline import TimedPhase, union, without_refused
@@ -93,6 +94,8 @@ class ReportData:
     unlearned: int
     samples: tuple[AnswerComparison, ...]
     timelines: Mapping[str, tuple[TimedPhase, ...]]
+    dropped: tuple[tuple[str, int], ...]
+    """Messages about groups that were dropped from training, alike ones once, and the number of steps that had each."""
     notes: tuple[str, ...]
     """Parts that could not be read."""
 
@@ -156,6 +159,7 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
     steps: list[tuple[int, dict[str, float]]] = []
     tasks: list[Task] = []
     events: list[dict[str, Any]] = []
+    dropped: list[dict[str, Any]] = []
     answers: dict[str, list[Trajectory]] = {"eval-before": [], "eval-after": []}
     if (url := store_url(config, run_dir)) is None:
         notes.append(f"The store {masked_text(config.store.url)} is not there: no steps, no answers.")
@@ -165,6 +169,7 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
             steps = [(step, _finite(metrics)) for step, metrics in store.journal.steps()]
             tasks = store.tasks.read("eval", images=False)
             events = [event["data"] for event in store.journal.events("evaluation")]
+            dropped = [event["data"] for event in store.journal.events(DROPPED)]
             answers = {name: _answers(store, name, notes) for name in answers}
         finally:
             store.close()
@@ -187,6 +192,7 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
         unlearned=len((right[0] - right[1]) & both),
         samples=_samples(tasks, list(answers.values()), located(config, run_dir, config.model.path), notes),
         timelines={name: phases for name, phases in timelines.items() if phases},
+        dropped=_dropped(dropped),
         notes=tuple(notes),
     )
 
@@ -295,6 +301,18 @@ def _evaluation(
         passed_error=event.get("pass_standard_error") if event else None,
         score=event.get("score") if event and event.get("graded") else None,
     )
+
+
+def _dropped(events: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
+    """(first message of its kind, number of steps), the most frequent first."""
+    first: dict[str, str] = {}
+    steps: dict[str, set[int]] = {}
+    for event in events:
+        for message in event["messages"]:
+            kind = kind_of_text(message.partition(": ")[2])
+            first.setdefault(kind, f"step {event['step']}, {message}")
+            steps.setdefault(kind, set()).add(event["step"])
+    return tuple(sorted(((text, len(steps[kind])) for kind, text in first.items()), key=lambda found: -found[1]))
 
 
 def _of_events(events: Iterable[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:

@@ -13,7 +13,7 @@ from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.metrics import COMMAND
 from megarl.learn.memory.ledger import human
 from megarl.learn.memory.phases import Phase
-from megarl.run.report import offline, svg
+from megarl.run.report import excluded, offline, svg
 from megarl.run.report.data import Answer, ReportData, changed_settings, load
 from megarl.run.report.pieces import CSS, HATCH, PIECES
 from megarl.run.report.png import reward_png, share_axis
@@ -63,8 +63,8 @@ EXPLORER = (("generation", "generation_s"), ("reward", "reward_s"), ("both at on
 
 
 def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
-    """Write ``report/report.html``, and beside it ``reward_curve.png`` or an offline job's ``loss_curve.png``. Return the
-    HTML's path.
+    """Write ``report/report.html``, and beside it ``reward_curve.png`` or an offline job's ``loss_curve.png``. Return
+    the HTML's path.
 
     A run that was stopped early gets a report of what there is. Its store is waited for ``outage_s``.
 
@@ -87,6 +87,7 @@ def page(run: ReportData) -> str:
         _curve,
         _accuracy,
         _charts,
+        _excluded,
         _answers,
         _lanes,
         _start_up,
@@ -214,6 +215,18 @@ def _charts(run: ReportData) -> Markup:
         drawn = Markup(svg.stacked_chart("Seconds per phase", by_step, order, width=1060, height=230))
         body += PIECES.card(PIECES.titled("Seconds per phase, trainer rank 0", drawn) + _legend(order), scroll=True)
     return PIECES.section("Curves", "Over training steps; the number is the last step’s.", body) if body else body
+
+
+def _excluded(run: ReportData) -> Markup:
+    """Table of what was sampled and not trained on, by reason, and the messages about dropped groups."""
+    head, *body = excluded.table(run)
+    if not body:
+        return Markup()
+    cards = PIECES.card(PIECES.table(head, body, numeric=range(2, len(head))))
+    if run.dropped:
+        rows = [(PIECES.text(message), steps) for message, steps in run.dropped]
+        cards += PIECES.card(PIECES.table(("first message of its kind", "steps"), rows, numeric=(1,)))
+    return PIECES.section("Left out of training", "Sampled by all steps, and in the loss of none.", cards)
 
 
 def _answers(run: ReportData) -> Markup:

@@ -7,7 +7,7 @@ from os.path import commonprefix
 from pathlib import Path
 
 from megarl.config.schema import EvaluationConfig
-from megarl.run.report import offline
+from megarl.run.report import excluded, offline
 from megarl.run.report.data import Answer, EvaluationResult, ReportData, load
 
 VERDICTS = {
@@ -37,6 +37,8 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
             lines.append(f"{line}{score(evaluation):>12}" if graded else line)
     if (gain := points_gained(run)) is not None:
         lines.append(f"{'change':<16}{gain:>+10.1f} points")
+    if (left_out := excluded.line(run)) is not None:
+        lines.append(left_out)
     if run.samples:
         lines += ["", f"{len(run.samples)} sample answers:", ""]
         table = [("question", "truth", "before", "after")]
