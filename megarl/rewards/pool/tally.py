@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from megarl.core.repeats import Repeats
+from megarl.core.text import Repeats
 from megarl.rewards.verdict import FAILURES
 
 EVENT = "reward_failures"

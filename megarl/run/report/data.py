@@ -20,8 +20,8 @@ from megarl.buffer.store import Store
 from megarl.config import Config, load_resolved, to_dict
 from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
 from megarl.core.metrics import COMMAND, DROPPED
-from megarl.core.repeats import kind_of_text
 from megarl.core.schema import Task, Trajectory
+from megarl.core.text import kind_of_text
 from megarl.core.truncation import truncation
 from megarl.run.report.timeline import TimedPhase, union, without_refused
 

@@ -32,12 +32,12 @@ MEANINGS = {
 
 
 class Reason(NamedTuple):
-    """What all steps left out for one reason."""
+    """Trajectories and tokens that all steps left out for one reason."""
 
     name: str
     trajectories: float
     share: float
-    """Of all sampled trajectories."""
+    """Share of all sampled trajectories."""
     tokens: float
     token_share: float
 

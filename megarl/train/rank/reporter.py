@@ -18,7 +18,7 @@ from megarl.config import Config, to_dict
 from megarl.core.jobs import ProcessKind
 from megarl.core.kept_batches import KeptBatch, forget_after, path_of
 from megarl.core.metrics import CONSOLE, DROPPED, MetricWriter, Timeline, console_line
-from megarl.core.repeats import Repeats
+from megarl.core.text import Repeats
 from megarl.learn import algorithms
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.state import TrainState
