@@ -28,6 +28,17 @@ def check_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> None:
     _check_given_once(overrides)
 
 
+def check_experiment(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for rows of one's own without an experiment: the settings would be those of the quickstart."""
+    given = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
+    if "taskset.train" in given and "experiment" not in given:
+        raise ConfigError(
+            f"{given['taskset.train']} without an experiment: the settings would be those of experiment=quickstart (a "
+            "tiny model of its own, a warm start on its own tasks, short answers); add experiment=own for a model and "
+            "rows of yours, or experiment=quickstart if you mean it"
+        )
+
+
 def force(override: str, folders: Sequence[Path]) -> str:
     """The override in the form in which hydra takes a key that no file names: the schema's defaults are no part of the
     YAML tree."""

@@ -216,6 +216,13 @@ def test_settings_that_are_refused(tmp_path: Path, changes: dict[str, Any] | str
         workflows.check(settings, tmp_path)
 
 
+def test_tools_of_another_workflow_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.tools=\['calculator'\] does nothing .* set rollout\.workflow=tools"
+    ):
+        workflows.check(RolloutConfig(tools=["calculator"]), tmp_path)
+
+
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
