@@ -51,6 +51,8 @@ CHARTS = (
     ("Clipped tokens", "share", "actor/pg_clipfrac"),
     ("Engine − trainer log-prob, mean", "absolute", "training/rollout_logp_diff_mean"),
     ("Engine − trainer log-prob, largest", "absolute", "training/rollout_logp_diff_max"),
+    ("Groups of equal rewards", "share of groups trained on", "rollout/zero_variance"),
+    ("Tool calls of a trajectory", "mean", "tool_call_counts/mean"),
     ("Chosen answer preferred", "share of pairs", "rewards/accuracies"),
     ("Reward of chosen − rejected", "", "rewards/margins"),
     ("Tokens a second", "each device", "perf/throughput"),
