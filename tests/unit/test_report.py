@@ -230,6 +230,22 @@ def test_verifiers_are_summed_over_the_steps(run_dir: Path) -> None:
     assert "format 0.750" in text
 
 
+def test_accuracy_of_several_sources_is_shown_for_each(run_dir: Path) -> None:
+    run = load(run_dir)
+    assert "by source" not in page(run) and run.before is not None and run.after is not None
+    before = replace(run.before, sources={"math500": (0.5, 30), "aime": (0.1, 10)})
+    after = replace(run.after, sources={"math500": (0.6, 30), "aime": (0.2, 10)})
+    text = Page(page(replace(run, before=before, after=after))).text
+    assert "source tasks accuracy before after math500 30 50.0% 60.0% aime 10 10.0% 20.0%" in text
+    store = Store(run.config.store.url)
+    sources = {"math500": (0.6, 30), "aime": (0.2, 10)}
+    store.journal.record_event(
+        "w", "evaluation", {"rollout_id": "eval-after", "step": 30, "accuracy": 0.7, "sources": sources}
+    )
+    store.close()
+    assert "  math500        — →   60.0%      30 tasks\n  aime   " in summary(run_dir)
+
+
 def test_what_was_left_out_of_training_is_shown_by_reason(run_dir: Path) -> None:
     assert "Left out of training" not in page(load(run_dir)) and "left out" not in summary(run_dir)
     store = Store(load(run_dir).config.store.url)

@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,8 @@ class EvaluationResult:
     passed_error: float | None = None
     score: float | None = None
     """Mean score, where scores are graded."""
+    sources: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Source -> accuracy and number of tasks; empty for a single one."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +302,7 @@ def _evaluation(
         passed=event.get("pass") if event else None,
         passed_error=event.get("pass_standard_error") if event else None,
         score=event.get("score") if event and event.get("graded") else None,
+        sources={name: (share, tasks) for name, (share, tasks) in (event or {}).get("sources", {}).items()},
     )
 
 

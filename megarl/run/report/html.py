@@ -28,6 +28,7 @@ from megarl.run.report.text import (
     right,
     sampling,
     score,
+    source_table,
     status,
     summary,
 )
@@ -200,7 +201,10 @@ def _accuracy(run: ReportData) -> Markup:
         "no verdict",
         "mean tokens",
     )
-    return PIECES.section("Accuracy before and after", text, PIECES.card(PIECES.table(head, body)))
+    cards = PIECES.card(PIECES.table(head, body))
+    if by_source := source_table(run):
+        cards += PIECES.card(PIECES.table(("source", "tasks", "accuracy before", "after"), by_source))
+    return PIECES.section("Accuracy before and after", text, cards)
 
 
 def _charts(run: ReportData) -> Markup:

@@ -35,6 +35,11 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
         for label, evaluation in (("before", run.before), ("after", run.after)):
             line = f"{label:<16}{percent(evaluation):>10}{right(evaluation):>8}{asked(run, evaluation):>8}"
             lines.append(f"{line}{score(evaluation):>12}" if graded else line)
+    if by_source := source_table(run):
+        lines += [
+            f"  {source:<{max(len(row[0]) for row in by_source)}}  {before:>7} → {after:>7}{tasks:>8} tasks"
+            for source, tasks, before, after in by_source
+        ]
     if (gain := points_gained(run)) is not None:
         lines.append(f"{'change':<16}{gain:>+10.1f} points")
     if (left_out := excluded.line(run)) is not None:
@@ -55,6 +60,15 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
         lines.append(f"{label + ':':<15}{path if path.is_file() else 'not written yet'}")
     lines.append(f"{'HF checkpoint:':<15}{run.hf_checkpoint or 'not exported yet'}")
     return "\n".join([*lines, *run.notes])
+
+
+def source_table(run: ReportData) -> list[tuple[str, str, str, str]]:
+    """(source, tasks, accuracy before, accuracy after) of held-out tasks of several sources; [] of one."""
+    sides = [{} if side is None else side.sources for side in (run.before, run.after)]
+    return [
+        (source, str(tasks), *(f"{side[source][0]:.1%}" if source in side else "—" for side in sides))  # type: ignore[misc]
+        for source, (_, tasks) in {**sides[0], **sides[1]}.items()
+    ]
 
 
 def is_graded(run: ReportData) -> bool:
