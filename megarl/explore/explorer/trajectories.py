@@ -118,7 +118,8 @@ class TrajectoryRunner:
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
         message = {} if verdict.message is None else {"reward_message": verdict.message}
-        calls = {} if model.num_tool_calls is None else {TOOL_CALLS: model.num_tool_calls}
+        number = model.record.num_tool_calls
+        calls = {} if number is None else {TOOL_CALLS: number}
         turns = model.record.ordered()
         return Trajectory(
             rollout_id=group.claim.rollout_id,

@@ -123,7 +123,6 @@ class RolloutModel:
         self._judge = judge
         self._verdicts: dict[int, Verdict] = {}
         """By the index of the turn."""
-        self._calls: dict[int, int] = {}
         self._asked = 0
         """Samples that were asked for."""
 
@@ -277,17 +276,8 @@ class RolloutModel:
         if tools is None:
             tools = {**self._tokenizer.kwargs, **self._claim.task.chat_template_kwargs}.get("tools") or ()
         calls = calls_of(self._tokenizer, turn, self.record.begins_in_thinking(turn), form, tools)[1]
-        self.count_calls(turn, len(calls))
+        self.record.count_calls(turn, len(calls))
         return calls
-
-    def count_calls(self, turn: Turn, number: int) -> None:
-        """Record the number of tool calls in a turn, for ``num_tool_calls``; a repeated call replaces the number."""
-        self._calls[id(turn)] = number
-
-    @property
-    def num_tool_calls(self) -> int | None:
-        """Tool calls of all turns; None where no turn was read for calls."""
-        return sum(self._calls.values()) if self._calls else None
 
     async def verify(self, by: str | None = None, *, of: Turn | None = None) -> Reward:
         """Reward of the model's last turn, as the trajectory would get it.
