@@ -35,6 +35,7 @@ def test_a_template_that_refuses_tools_is_no_fault_of_a_row(prepared: Path, tmp_
     values["chat_template"] = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + values["chat_template"]
     file.write_text(json.dumps(values))
     tools = ["rollout.workflow=tools", "rollout.tools=[calculator]", "rollout.max_trajectory_tokens=99"]
+    tools += ["taskset.bad_rows=drop"]
     refused(ConfigError, config_of(run, *tools), "rollout.tools=['calculator']", "set rollout.tool_format to one of")
 
 
