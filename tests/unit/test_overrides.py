@@ -104,6 +104,11 @@ def test_names_of_other_libraries_are_translated(override: str, ours: str) -> No
     assert f"here {ours}" in str(raised.value)
 
 
+def test_a_name_in_a_group_of_ours_lists_the_settings_of_the_group() -> None:
+    with pytest.raises(ConfigError, match=r"here algorithm\.group_size; known: evaluation\.samples, "):
+        compose(["evaluation.n=4"])
+
+
 def test_every_translation_is_a_setting_and_no_setting_is_translated() -> None:
     config = to_dict(compose(["experiment=quickstart", "algorithm.name=mine.py"]))  # has settings of all
 
