@@ -279,6 +279,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
+    from megarl.config.overrides import check_experiment
     from megarl.core.errors import ConfigError
 
     if (arguments.nodes is not None or arguments.gpus_per_node is not None) and (
@@ -288,6 +289,7 @@ def _train(arguments: argparse.Namespace) -> int:
             "--nodes and --gpus-per-node are what --check assumes of one job; a job takes the nodes that its "
             "launcher gives it"
         )
+    check_experiment(arguments.overrides)
     if arguments.multirun:
         return _sweep(arguments)
     if arguments.count or arguments.index is not None:

@@ -20,6 +20,7 @@ from megarl.config.bounds import annotations_of
 from megarl.config.hub import with_snapshots
 from megarl.config.overrides import check_overrides, check_setting, force, grammar_fault, nearest, unknown
 from megarl.config.schema import Config
+from megarl.config.taskset import by_name
 from megarl.config.validate import validate
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError
@@ -96,6 +97,10 @@ def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"the settings could not be composed: {grammar_fault(overrides) or error}") from error
     assert isinstance(plain, dict)
+    taskset = plain.get("taskset") or {}
+    for split in ("train", "eval"):
+        if isinstance(files := taskset.get(split), list):
+            taskset[split] = by_name(f"taskset.{split}", files)
     config: Config = from_dict(Config, {str(k): v for k, v in plain.items()})
     missing = sorted(_missing(to_dict(config)))
     if missing:

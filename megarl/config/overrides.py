@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 from megarl.config.algorithms import AlgorithmConfig, AnyAlgorithmConfig
 from megarl.config.bounds import annotations_of
-from megarl.config.hints import in_our_words
+from megarl.config.hints import VERL, in_our_words
 from megarl.config.schema import Config
 from megarl.core.errors import ConfigError
 
@@ -26,6 +26,17 @@ def check_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> None:
     for override in overrides:
         _check_override(override, folders)
     _check_given_once(overrides)
+
+
+def check_experiment(overrides: Sequence[str]) -> None:
+    """Raise ConfigError for rows of one's own without an experiment: the settings would be those of the quickstart."""
+    given = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
+    if "taskset.train" in given and "experiment" not in given:
+        raise ConfigError(
+            f"{given['taskset.train']} without an experiment: the settings would be those of experiment=quickstart (a "
+            "tiny model of its own, a warm start on its own tasks, short answers); add experiment=own for a model and "
+            "rows of yours, or experiment=quickstart if you mean it"
+        )
 
 
 def force(override: str, folders: Sequence[Path]) -> str:
@@ -74,9 +85,11 @@ def nearest(name: str, known: Sequence[str]) -> str:
 def unknown(key: str, name: str, known: Sequence[str], where: str = "") -> ConfigError:
     """Error for a setting ``key`` that does not exist; ``name`` is its part up to the first unknown word, ``where`` the
     place it was read."""
-    return ConfigError(
-        in_our_words(key) or f"unknown setting {key!r}{where};{nearest(name, known)} known: {', '.join(known)}"
-    )
+    of_group = f"known: {', '.join(known)}"
+    if (ours := in_our_words(key)) is not None:
+        may_be_ours = "." in name and key not in VERL  # a name in one of our groups may be meant for another setting
+        return ConfigError(f"{ours}; {of_group}" if may_be_ours else ours)
+    return ConfigError(f"unknown setting {key!r}{where};{nearest(name, known)} {of_group}")
 
 
 def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from megarl.config.bounds import Count, Number, Positive, Seed
+from megarl.core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,26 @@ class SourceConfig:
     """As ``taskset.data_source``, in place of that."""
 
 
+def by_name(setting: str, files: Sequence[Any]) -> dict[str, dict[str, str]]:
+    """Name -> source of a list of files: each file's name without its ending, with its folder's where two are alike.
+
+    Raises:
+        ConfigError: an entry is no path, or two of them would have one name.
+    """
+    if not all(isinstance(path, str) for path in files):
+        raise ConfigError(f"{setting}={files} is no list of files; give [FILE, FILE], or {{NAME: {{path: FILE}}}}")
+    names = [_word(Path(path).stem) for path in files]
+    if len(set(names)) < len(names):
+        names = [_word("_".join(Path(path).with_suffix("").parts[-2:])) for path in files]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{setting}={files}: two files have one name; name them: {{NAME: {{path: FILE}}}}")
+    return {name: {"path": path} for name, path in zip(names, files, strict=True)}
+
+
+def _word(text: str) -> str:
+    return re.sub(r"[^\w-]", "_", text)
+
+
 @dataclass(frozen=True)
 class TasksetConfig:
     train: str | dict[str, SourceConfig] = "???"
@@ -29,7 +53,7 @@ class TasksetConfig:
     (docs/tasksets.md); a folder of Harbor tasks (docs/environments.md); of demonstrations or preferences where the
     algorithm learns offline (docs/offline.md)."""
     eval: str | dict[str, SourceConfig] = "???"
-    """Held-out rows of the same kind."""
+    """Held-out rows of the same kind; several files also as a list, [a.parquet, b.parquet]."""
     columns: dict[str, str] = field(default_factory=dict)
     """Column of the files for each of a row's fields, where these are not verl's or slime's: {prompt: question,
     ground_truth: answer}; of demonstrations {response: text}, of preferences {chosen: good, rejected: bad}."""

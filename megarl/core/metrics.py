@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
@@ -194,6 +194,8 @@ def _counts(line: str, warm_start_step: int, step: int) -> bool:
 
 COMMAND = "command"
 """Timeline of the command that starts a job."""
+DROPPED = "dropped"
+"""Kind of the store's event with the reasons for which groups of a step were dropped."""
 TIMELINE = "MEGARL_TIMELINE"
 """Variable with the folder and name of an engine's timeline."""
 
@@ -255,6 +257,30 @@ OFFLINE_CONSOLE = (
     ("infer", "timing_s/inference", "{:.1f}s"),
     ("update", "timing_s/update", "{:.1f}s"),
 )
+
+
+class PrintedSteps:
+    """Choose the steps of which a line is printed: about 20 of a short run, every hundredth of a long one.
+
+    The first step of a start and the last of the run are printed too, and any step a minute after the line before.
+    """
+
+    def __init__(self, steps: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._steps, self._now = steps, now
+        self._every = next((every for every in (1, 2, 5, 10, 20, 50) if steps <= LINES * every), 100)
+        self._printed_at = -math.inf
+
+    def is_due(self, step: int) -> bool:
+        """Return True if ``step`` (from 1) is printed; the caller then prints it."""
+        now = self._now()
+        due = step % self._every == 0 or step == self._steps or now - self._printed_at >= SILENT_S
+        if due:
+            self._printed_at = now
+        return due
+
+
+LINES = 20
+SILENT_S = 60.0
 
 
 def console_line(

@@ -458,6 +458,10 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
+TOOL_CALLS = "tool_calls"
+"""Key of a trajectory's metadata: number of tool calls in its responses."""
+
+
 @dataclass(frozen=True)
 class Outcome:
     """A Trajectory without its tokens: what a step needs of it once the batch has them."""
@@ -471,6 +475,10 @@ class Outcome:
     truncated: bool
     group_stats: GroupStats | None
     greedy: Outcome | None
+    num_turns: int = 2
+    """Turns of all authors, the prompt included."""
+    tool_calls: int | None = None
+    """None where responses were not read for tool calls."""
 
     @classmethod
     def of(cls, t: Trajectory) -> Outcome:
@@ -486,6 +494,8 @@ class Outcome:
             t.truncated,
             t.group_stats,
             greedy,
+            len(t.turns),
+            t.metadata.get(TOOL_CALLS),
         )
 
 

@@ -117,8 +117,7 @@ class OnlineSteps:
                 f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
                 f"{'; '.join(groups.report.messages)}"
             )
-        for message in groups.report.messages:
-            self.rank.reporter.log(f"dropped from training: {message}")
+        self.rank.reporter.dropped(state.step + 1, groups.report.messages)
         with self.rank.timeline.phase("batch", step=state.step):
             images = models.images and models.images.of_step(services.reader.images(groups.trajectories))
         return StepData(groups, groups.trajectories, images)

@@ -236,6 +236,15 @@ except openai.BadRequestError as error:
     assert asyncio.run(recorded.verdict()).reward == Reward(0.0, "wrong"), "no verifier is there to ask"
 
 
+def test_the_error_of_a_reward_names_the_setting(agent: Callable[..., Any], tokenizer: ChatTokenizer) -> None:
+    def message(lines: str, **settings: Any) -> str:
+        recorded = agent(Model(tokenizer, "15"), f"await ask(prompt)\n{lines}", **settings)
+        return str(asyncio.run(recorded.verdict()).message)
+
+    assert "set rollout.agent_rewards=false" in message("return None", agent_rewards=True)
+    assert "return a number, or None" in message("return 'the answer'")
+
+
 OVERFLOWS = {
     "raise ConnectionError('no route')": End.WORKFLOW_ERROR,  # while it handles the overflow
     "raise RuntimeError('the step failed') from error": End.TRUNCATED,

@@ -68,7 +68,7 @@ def test_a_loop_with_tools_is_one_line_of_turns(tokenizer: ChatTokenizer) -> Non
 
     recorded = play(model, agent)
     assert [turn.author for turn in recorded.turns] == ["user", "model", "tool", "model", "tool", "model"]
-    assert [turn.follows for turn in recorded.turns] == [-1, 0, 1, 2, 3, 4]
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, 1, 2, 3, 4] and recorded.record.num_tool_calls == 2
     contexts_are_those_recorded(model, recorded)
     [sample] = trajectory(recorded).samples()
     written = np.concatenate([turn.token_ids for turn in recorded.turns if turn.author == "model"])

@@ -139,6 +139,17 @@ def test_machines_that_are_not_there_are_for_a_check_alone(option: list[str]) ->
         _train(_parse(["train", "experiment=quickstart", *option]))
 
 
+@pytest.mark.parametrize("option", [[], ["--check"], ["-m"]])
+def test_rows_of_ones_own_need_an_experiment(option: list[str]) -> None:
+    """The quickstart's learning rate, warm start and eight tokens of a response would hold without a word."""
+    words = ["train", *option, "taskset.train=a.parquet", "taskset.eval=b.parquet"]
+    with pytest.raises(ConfigError, match=r"taskset\.train=a\.parquet without an experiment.*add experiment=own"):
+        _train(_parse(words))
+    if not option:
+        with pytest.raises(ConfigError, match="model.path"):
+            _train(_parse([*words, "experiment=own"]))
+
+
 def test_without_a_command_it_says_so() -> None:
     done = megarl()
     assert done.returncode == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,7 +29,7 @@ from megarl.run.data.filters import selection_of
 from megarl.run.data.open_run import StoredRun
 from megarl.run.data.page import write_page
 from megarl.run.data.prune import Pruned
-from megarl.run.data.show import sample, show
+from megarl.run.data.show import context_of, sample, show
 from megarl.run.data.tokens import tokens_of
 from megarl.tasks import read_rows, text_of_tokens
 from megarl.tasks.images.inline import with_inline_images
@@ -344,11 +345,27 @@ def test_a_page_shows_responses_as_text(run: StoredRun, tmp_path: Path) -> None:
     path = tmp_path / "data.html"
     said = write_page(run, selection_of(["kind=train", "end=truncated"])[0], path, 3, ["kind=train"])
     html = path.read_text()
-    assert said == f"{path}: 3 of 8 groups" and "5 earlier groups are left out" in html
+    assert said == f"{path}: 3 of 8 train groups" and "Training, the last 3 of 8 groups" in html
+    assert "Held-out" not in html
     assert html.count("<script>") == 1 and "alert(1)<" not in html and "tool &lt;b&gt;" in html and "\x1b" not in html
     assert html.count('class="response other"') == 9, "those that do not match are shown, pale"
     assert "no &lt;verdict&gt;" in html and "<u>1.4</u>" in html and "🙂" in html
     assert 'title="-6.0000 · 1.3 · ' in html and "http" not in html.replace("http://www.w3.org", "")
+
+
+def test_a_page_shows_training_and_held_out_tasks_under_their_names(run: StoredRun, tmp_path: Path) -> None:
+    said = write_page(run, selection_of([])[0], tmp_path / "a.html", 5, [])
+    assert said.endswith("3 of 8 train groups, 2 of 4 held-out groups")
+    html = (tmp_path / "a.html").read_text()
+    assert html.index("Training, the last 3") < html.index("train-000003/1") < html.index("Held-out tasks, the last 2")
+    assert "held-out <b>after step 2</b>" in html and "train <b>step 4</b>" in html
+    assert len(set(re.findall(r'<section class="group" id="(\w+)"', html))) == 5, "links lead to one group each"
+
+
+def test_a_turn_without_a_turn_before_it_has_words() -> None:
+    turns = [Turn("user", np.zeros(1, np.int32), follows) for follows in (-1, 0, -1, 1)]
+    assert [context_of(turns, i) for i in range(3)] == [None, None, "begins a new context"]
+    assert context_of(turns, 3) == "continues turn 1"
 
 
 def test_excluded_members_are_named_and_in_no_statistics(run: StoredRun, tmp_path: Path) -> None:
@@ -364,7 +381,9 @@ def test_a_page_has_bounds(run: StoredRun, tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("megarl.run.data.page.TOKENS_OF_PAGE", 1)
     monkeypatch.setattr("megarl.run.data.page.TOKENS_OF_TURN", 2)
     monkeypatch.setattr("megarl.run.data.page.MEMBERS", 2)
-    assert write_page(run, Selection(), tmp_path / "a.html", 9, []).endswith("1 of 12 groups")
+    assert write_page(run, Selection(), tmp_path / "a.html", 9, []).endswith(
+        "1 of 8 train groups, 1 of 4 held-out groups"
+    )
     html = (tmp_path / "a.html").read_text()
     assert "more tokens are left out" in html and "The first 2 of 4 responses." in html
 

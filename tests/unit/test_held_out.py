@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -124,9 +125,10 @@ class Evaluated:
         right: Sequence[int | Reward],
         monkeypatch: pytest.MonkeyPatch,
         step: int = 20,
+        tasks: Sequence[Task] = TASKS,
     ) -> None:
         self.store = Store(f"sqlite:///{path}/store.db")
-        self.store.tasks.add("eval", TASKS)
+        self.store.tasks.add("eval", tasks)
         self.sampling: Any = None
         self.lines: list[str] = []
         self.metrics: dict[str, float] = {}
@@ -142,7 +144,7 @@ class Evaluated:
 
         def wait(look: Any, label: str, *, weights_step: int) -> None:
             for claim in self.store.groups.claim("w", 100):
-                self.sampling, found = claim.sampling, right[int(claim.task.task_id[1:])]
+                self.sampling, found = claim.sampling, right[claim.position]
                 assert self.store.groups.put(claim, [answered(claim, j, found) for j in range(claim.group_size)])
                 record_evaluations(self.store, "w", claim.rollout_id)
             assert look().complete
@@ -165,6 +167,19 @@ def test_by_default_one_greedy_answer_under_the_names_there_were(
     }
     assert found.lines == ["held-out accuracy at step 20: 60.0% (3 of 5 tasks, greedy)"]
     assert found.event["accuracy"] == 0.6 and found.event["standard_error"] == pytest.approx(np.sqrt(0.6 * 0.4 / 4))
+
+
+def test_several_files_or_sources_have_an_accuracy_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def evaluated(folder: str, tasks: Sequence[Task]) -> Evaluated:
+        (tmp_path / folder).mkdir()
+        return Evaluated(tmp_path / folder, EvaluationConfig(), [1, 0, 1, 0, 1], monkeypatch, tasks=tasks)
+
+    files = [replace(task, task_id=f"eval/{'aime' if i < 2 else 'math'}/{i}") for i, task in enumerate(TASKS)]
+    found = evaluated("files", files)
+    assert found.lines[1] == "  by source: aime 50.0% (of 2), math 66.7% (of 3)"
+    assert found.metrics["val/accuracy/aime"] == 0.5 and found.event["sources"]["math"] == [2 / 3, 3]
+    mixed = [replace(task, data_source="code") if i else task for i, task in enumerate(TASKS)]
+    assert evaluated("sources", mixed).lines[1] == "  by source: sums 100.0% (of 1), code 50.0% (of 4)"
 
 
 def test_graded_rewards_have_their_mean_beside_the_accuracy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

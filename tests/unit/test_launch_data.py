@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,17 @@ def test_missing_file_without_a_generator(prepared: Path, tmp_path: Path) -> Non
 def test_unknown_generator(prepared: Path, tmp_path: Path) -> None:
     config = config_of(prepared, f"taskset.eval={tmp_path}/eval.parquet", "taskset.generate=chain_summ")
     refused(ConfigError, config, "chain_summ", "chain_sum")
+
+
+def test_a_template_that_refuses_tools_is_no_fault_of_a_row(prepared: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(prepared, tmp_path / "run"))
+    file = run / "model" / "tokenizer_config.json"
+    values = json.loads(file.read_text())
+    values["chat_template"] = "{% if tools %}{{ raise_exception('no tools') }}{% endif %}" + values["chat_template"]
+    file.write_text(json.dumps(values))
+    tools = ["rollout.workflow=tools", "rollout.tools=[calculator]", "rollout.max_trajectory_tokens=99"]
+    tools += ["taskset.bad_rows=drop"]
+    refused(ConfigError, config_of(run, *tools), "rollout.tools=['calculator']", "set rollout.tool_format to one of")
 
 
 def rewritten(prepared: Path, split: str, path: Path, row: int, **changes: Any) -> str:

@@ -71,6 +71,10 @@ def test_a_data_source_goes_where_the_settings_send_it(prepared: Path, tmp_path:
     override = rewritten(prepared, "train", tmp_path / "train.parquet", 3, data_source="my_set/7")
     refused(DataError, config_of(prepared, override), "row 4", "taskset.train", "'my_set/7'", "reward.routes")
     checks.check(config_of(prepared, override, "reward.routes.my_set=math"))
+    agent = tmp_path / "agent.py"
+    agent.write_text("async def run(base_url, prompt, request_kwargs, metadata):\n    return 1.0\n")
+    agents = ["rollout.workflow=agent", f"rollout.agent={agent}"]
+    refused(DataError, config_of(prepared, override, *agents), "'my_set/7'", "set rollout.agent_rewards=true")
 
 
 def test_programs_need_a_sandbox_before_anything_starts(

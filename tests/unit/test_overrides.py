@@ -9,7 +9,7 @@ import shlex
 import pytest
 
 from megarl.config import compose, to_dict
-from megarl.config.hints import VERL
+from megarl.config.hints import PEERS, VERL
 from megarl.core.errors import ConfigError
 from megarl.run.launch.sweep import combinations
 
@@ -86,6 +86,29 @@ def test_names_of_verl_are_translated(override: str, ours: str) -> None:
         compose([override])
 
 
+@pytest.mark.parametrize(
+    ("override", "ours"),
+    [
+        ("learning_rate=1e-6", "trainer.optimizer.lr"),
+        ("trainer.learning_rate=1e-6", "trainer.optimizer.lr"),
+        ("num_generations=8", "algorithm.group_size"),
+        ("beta=0.04", "algorithm.kl.coef"),
+        ("+trainer.n_gpus_per_node=8", "parallel.dp"),
+        ("lora_rank=16", "model.lora.rank"),
+    ],
+)
+def test_names_of_other_libraries_are_translated(override: str, ours: str) -> None:
+    name = override.lstrip("+").partition("=")[0]
+    with pytest.raises(ConfigError, match=re.escape(f"there is no setting {name!r}; what TRL, verl or")) as raised:
+        compose([override])
+    assert f"here {ours}" in str(raised.value)
+
+
+def test_a_name_in_a_group_of_ours_lists_the_settings_of_the_group() -> None:
+    with pytest.raises(ConfigError, match=r"here algorithm\.group_size; known: evaluation\.samples, "):
+        compose(["evaluation.n=4"])
+
+
 def test_every_translation_is_a_setting_and_no_setting_is_translated() -> None:
     config = to_dict(compose(["experiment=quickstart", "algorithm.name=mine.py"]))  # has settings of all
 
@@ -98,7 +121,9 @@ def test_every_translation_is_a_setting_and_no_setting_is_translated() -> None:
         return True
 
     assert len(VERL) >= 30
-    for name, ours in VERL.items():
+    for name, ours in {**VERL, **PEERS}.items():
         assert not has(name), f"{name} is one of ours"
-        for setting in re.findall(r"\b[a-z_]+(?:\.[a-z_]+)+", ours):
+        settings = re.findall(r"\b[a-z_]+(?:\.[a-z_0-9]+)+", ours.replace("docs/cluster.md", ""))
+        assert settings or ours.startswith("algorithm="), name
+        for setting in settings:
             assert has(setting), f"{name}: there is no {setting}"

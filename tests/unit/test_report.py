@@ -20,7 +20,7 @@ from megarl.config.algorithms import AlgorithmConfig
 from megarl.config.job import RunConfig, StoreConfig
 from megarl.config.schema import ModelConfig, ParallelConfig, TasksetConfig, TrainerConfig
 from megarl.core.errors import ConfigError
-from megarl.core.metrics import Timeline
+from megarl.core.metrics import COMMAND, DROPPED, Timeline
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.run.report import svg
 from megarl.run.report.data import changed_settings, load
@@ -230,6 +230,41 @@ def test_verifiers_are_summed_over_the_steps(run_dir: Path) -> None:
     assert "format 0.750" in text
 
 
+def test_accuracy_of_several_sources_is_shown_for_each(run_dir: Path) -> None:
+    run = load(run_dir)
+    assert "by source" not in page(run) and run.before is not None and run.after is not None
+    before = replace(run.before, sources={"math500": (0.5, 30), "aime": (0.1, 10)})
+    after = replace(run.after, sources={"math500": (0.6, 30), "aime": (0.2, 10)})
+    text = Page(page(replace(run, before=before, after=after))).text
+    assert "source tasks accuracy before after math500 30 50.0% 60.0% aime 10 10.0% 20.0%" in text
+    store = Store(run.config.store.url)
+    sources = {"math500": (0.6, 30), "aime": (0.2, 10)}
+    store.journal.record_event(
+        "w", "evaluation", {"rollout_id": "eval-after", "step": 30, "accuracy": 0.7, "sources": sources}
+    )
+    store.close()
+    assert "  math500        — →   60.0%      30 tasks\n  aime   " in summary(run_dir)
+
+
+def test_what_was_left_out_of_training_is_shown_by_reason(run_dir: Path) -> None:
+    assert "Left out of training" not in page(load(run_dir)) and "left out" not in summary(run_dir)
+    store = Store(load(run_dir).config.store.url)
+    for step in (1, 2):
+        account = {f"rollout/{unit}/sampled": 100.0 * size for unit, size in (("trajectories", 1), ("tokens", 5))}
+        account |= {"rollout/trajectories/excluded/all_right": 18.0, "rollout/tokens/excluded/all_right": 20.0}
+        account |= {"rollout/trajectories/excluded/mine": float(step - 1), "rollout/tokens/excluded/mine": step - 1.0}
+        store.journal.record_step(step, metrics_of(step, 30) | account)
+        messages = [f"group g-{step} and 3 more: the file {HOSTILE} has {step} lines", "group h: its reward is nan"]
+        store.journal.record_event("trainer", DROPPED, {"step": step, "messages": messages[: 3 - step]})
+    store.close()
+    words = Page(page(load(run_dir))).text
+    assert "all_right group whose responses are all right: no gradient (algorithm.dynamic_sampling) 36 18.0%" in words
+    assert "mine as an operator of the run names it 1 0.5% 1 0.1%" in words
+    found = load(run_dir).dropped
+    assert [(text[:7], steps) for text, steps in found] == [("step 1,", 2), ("step 1,", 1)] and "g-1" in found[0][0]
+    assert "left out of training: 37 of the sampled trajectories, 18.5% (all_right 36, mine 1)" in summary(run_dir)
+
+
 def test_memory_is_shown_where_it_moved(run_dir: Path) -> None:
     assert "Memory by phase" not in page(load(run_dir))
     moved = {"memory/sync/planned_bytes": 3.0 * 2**30, "memory/sync/bytes": 3.5 * 2**30}
@@ -421,7 +456,7 @@ def test_the_last_start_lasts_from_its_command_until_the_engines_have_joined() -
 def test_the_report_shows_the_last_start(run_dir: Path) -> None:
     assert "The last start" not in page(load(run_dir))
     for process, name, start, seconds in (
-        ("command", "import", 5e9, 2.0), ("engine_0", "load", 5e9 + 3, 2.5),
+        (COMMAND, "import", 5e9, 2.0), (COMMAND, "spawn", 5e9 + 2, 0.5), ("engine_0", "load", 5e9 + 3, 2.5),
         ("trainer_0", "wait_for_engine", 5e9 + 4, 2.25),
     ):  # fmt: skip
         Timeline(run_dir / "timeline", process).add(name, start, seconds)
@@ -447,6 +482,17 @@ def test_a_step_done_again_counts_with_its_last_time() -> None:
 def test_time_between_a_stop_and_a_resume_is_no_wall_time(run_dir: Path) -> None:
     make_timelines(run_dir / "timeline", 2, start=2_000_000.0)
     assert load(run_dir).wall_s == pytest.approx(34 + 6, abs=0.01)
+
+
+def test_starts_that_were_refused_are_no_wall_time(run_dir: Path) -> None:
+    before = load(run_dir).wall_s
+    timeline = Timeline(run_dir / "timeline", COMMAND)
+    for start, phases in ((500.0, ["import", "check"]), (1_000_000.0 - 6, ["import", "check", "spawn"])):
+        for i, name in enumerate(phases):
+            timeline.add(name, start + i * 0.5, 0.5)
+    run = load(run_dir)
+    assert [phase.name for phase in run.timelines[COMMAND]] == ["import", "check", "spawn"]
+    assert run.wall_s == pytest.approx(before + 2, abs=0.01)
 
 
 spans = st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50), st.sampled_from("abc")), max_size=12)

@@ -35,7 +35,11 @@ def test_every_stage_of_a_run(tmp_path: Path, preferences: bool, evaluations: in
     make_run(folder, preferences=preferences, evaluations=evaluations)
     page = Page(write_report(folder).read_text())
     words, said = " ".join(page.words), summary(folder)
-    assert (folder / "report" / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (
+        (folder / "report" / ("loss_curve.png" if evaluations else "reward_curve.png"))
+        .read_bytes()
+        .startswith(b"\x89PNG")
+    )
     run = load(folder)
     assert run.losses == tuple((5 * i, pytest.approx(0.7 - 0.1 * i)) for i in range(evaluations))
     assert not run.finished, "its HF checkpoint is not there"
@@ -49,9 +53,8 @@ def test_every_stage_of_a_run(tmp_path: Path, preferences: bool, evaluations: in
     else:
         assert ("Held-out loss 0.7 → 0.5" if after else "Held-out loss 0.7") in words
         assert "Chosen answer preferred" not in words and "%" not in said.split("held-out rows")[1]
-    assert "Sample answers" not in words and "reward" not in said.split("HF checkpoint")[0].replace(
-        "reward_curve.png", ""
-    )
+    assert "Sample answers" not in words and "reward" not in said.split("HF checkpoint")[0]
+    assert "loss curve" in words and "reward curve" not in words
 
 
 def test_it_is_finished_with_its_checkpoint(tmp_path: Path) -> None:

@@ -42,6 +42,11 @@ def test_failures_are_one_line_once_in_a_while() -> None:
     assert "61 of the last 200" in str(tally.line())
     clock.now += EVERY_S
     assert tally.line() is None, "nothing new has failed"
+    tally.add("error", "another")
+    assert tally.line() is None, "that failure was printed before"
+    for _ in range(170):
+        tally.add("error", "another")
+    assert "200 of the last 200" in str(tally.line()), "many more fail"
 
 
 def test_answers_that_wait_for_long_are_told_before_they_fail() -> None:

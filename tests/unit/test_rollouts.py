@@ -110,6 +110,7 @@ def test_a_wait_for_late_rewards_is_told_and_is_no_stall(monkeypatch: pytest.Mon
     assert [line.split(":")[0] for line in s.lines] == [
         f"the job waits for the rewards of {n} responses" for n in (3, 2)
     ]
+    assert "megarl data reward" in s.lines[0] and "megarl" not in s.lines[1], "the hint comes once"
     assert phases == [rollout_waiting.LATE_REWARDS] * 3 and rollout_waiting.LATE_REWARDS not in WAITING
 
 

@@ -113,6 +113,20 @@ def test_sources_on_the_command_line(tmp_path: Path) -> None:
     assert load_resolved(tmp_path / "resolved.json") == config
 
 
+def test_a_list_of_files_is_named_after_them() -> None:
+    def sources(files: str) -> Any:
+        return compose(["experiment=quickstart", f"taskset.eval={files}"]).taskset.eval
+
+    assert sources("[a.parquet,/data/b-1.2.jsonl]") == {
+        "a": SourceConfig("a.parquet"),
+        "b-1_2": SourceConfig("/data/b-1.2.jsonl"),
+    }
+    assert list(sources("[gsm8k/test.parquet,math/test.parquet]")) == ["gsm8k_test", "math_test"]
+    for files, words in (("[a/x.parquet,a/x.jsonl]", "two files have one name"), ("[1,2]", "is no list of files")):
+        with pytest.raises(ConfigError, match=words):
+            sources(files)
+
+
 @pytest.mark.parametrize(
     ("train", "words"),
     [

@@ -94,6 +94,7 @@ def test_a_loop_of_calls(folder: Path, file: str) -> None:
     assert [turn.author for turn in recorded.turns] == ["user", "model", "tool", "model", "tool", "model"]
     assert "<tool_response>\n15\n</tool_response>" in results(recorded)[0]
     assert '<tool_response>\n3.0\n</tool_response>\n<tool_response>\n{"unit": "m²"}\n' in results(recorded)[1]
+    assert recorded.record.num_tool_calls == 3
     prompt = recorded._tokenizer.decode(recorded.turns[0].token_ids, special=True)
     assert '"name": "calculator"' in prompt and '"enum": ["length", "area"]' in prompt and "_hidden" not in prompt
     [sample] = trajectory(recorded).samples()
@@ -214,6 +215,13 @@ def test_settings_that_are_refused(tmp_path: Path, changes: dict[str, Any] | str
     settings = RolloutConfig(workflow="tools", **({"max_trajectory_tokens": 999} | changes))
     with pytest.raises(ConfigError, match=words):
         workflows.check(settings, tmp_path)
+
+
+def test_tools_of_another_workflow_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout\.tools=\['calculator'\] does nothing .* set rollout\.workflow=tools"
+    ):
+        workflows.check(RolloutConfig(tools=["calculator"]), tmp_path)
 
 
 @pytest.mark.parametrize(

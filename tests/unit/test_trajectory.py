@@ -10,16 +10,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.buffer.experience import Report
 from megarl.buffer.experience.groups import group_stats
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
 from megarl.core.errors import NonRetryableError
-from megarl.core.schema import End, FinishReason, Outcome, Reward, Task, Trajectory, Turn
+from megarl.core.schema import TOOL_CALLS, End, FinishReason, Outcome, Reward, Task, Trajectory, Turn
 from megarl.learn import algorithms
 from megarl.learn.batching import micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
+from megarl.train.batch.accounts import trajectory_metrics
 from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch
 from megarl.train.update.learner import step_input
 from tests.trajectories import one_turn
@@ -112,6 +114,21 @@ def test_what_a_step_keeps_of_a_trajectory_is_no_array() -> None:
 
 
 TWO_LINES = (turn("user", 1), turn("model", 2, follows=0), turn("user", 5), turn("model", 6, 7, follows=2))
+
+
+def test_metrics_count_turns_tool_calls_and_groups_of_equal_rewards() -> None:
+    def metrics(*members: Trajectory) -> dict[str, float]:
+        return trajectory_metrics([Outcome.of(member) for member in members], Report(2, {}, {}, ()))
+
+    two, four = (trajectory(turns) for turns in (one_turn([1], [2]), TWO_LINES))
+    assert "tool_call_counts/mean" not in (found := metrics(two, four)) and found["num_turns/mean"] == 3.0
+    calls = metrics(two, replace(four, metadata={TOOL_CALLS: 3}))
+    assert (calls["tool_call_counts/mean"], calls["tool_call_counts/max"]) == (1.5, 3.0)
+    equal, other = (
+        replace(two, group_id=f"{scores}", group_stats=group_stats(scores)) for scores in ([0.1] * 8, [0, 1])
+    )
+    assert metrics(equal, other)["rollout/zero_variance"] == 0.5
+    assert "rollout/zero_variance" not in metrics(replace(two, group_stats=group_stats([1.0])))
 
 
 def test_samples_of_a_trajectory_share_its_reward_and_its_group() -> None:

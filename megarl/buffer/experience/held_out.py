@@ -83,6 +83,18 @@ def source_metrics(right: np.ndarray, scores: TaskScores, n: int, sources: Seque
     return {name: value for name, value in metrics.items() if value is not None}
 
 
+def accuracy_by_source(right: np.ndarray, n: int, labels: Sequence[str]) -> dict[str, tuple[float, int]]:
+    """Accuracy and number of tasks of each source; {} for a single one.
+
+    Args:
+        labels: [N], of each task: the name of its file where ``taskset.eval`` has several, else its data source.
+    """
+    if len(set(labels)) < 2:
+        return {}
+    masks = {label: np.array([each == label for each in labels]) for label in dict.fromkeys(labels)}
+    return {label: (float((right[mine] / n).mean()), int(mine.sum())) for label, mine in masks.items()}
+
+
 def sampled_metrics(right: np.ndarray, n: int, sources: Sequence[str]) -> dict[str, float]:
     """Metrics of n > 1 answers to each task beside the accuracy; ``sources`` [N]: each task's data source."""
     shares = {"accuracy": right / n} | {f"pass@{k}": pass_at(k, right, n) for k in sizes(n)}

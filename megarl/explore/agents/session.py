@@ -217,6 +217,7 @@ class Session:
             in_thinking = self._model.record.begins_in_thinking(turn)
             around, found = calls_of(self._tokenizer, turn, in_thinking, None, asked.tools)
             calls = [call for call in found if call.name]
+            self._model.record.count_calls(turn, len(calls))
             unnamed = [call.text for call in found if not call.name]
             content = "\n".join(filter(None, [around, *unnamed])) if calls else content
         number = self._index(turn)

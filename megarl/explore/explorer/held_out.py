@@ -6,9 +6,17 @@ from typing import Any
 
 import numpy as np
 
-from megarl.buffer.experience.held_out import TaskScores, right_answers, sampled_metrics, source_metrics, standard_error
+from megarl.buffer.experience.held_out import (
+    TaskScores,
+    accuracy_by_source,
+    right_answers,
+    sampled_metrics,
+    source_metrics,
+    standard_error,
+)
 from megarl.buffer.store import Store
 from megarl.rewards.verdict import NO_VERDICT
+from megarl.tasks import source_of
 
 
 def record_evaluations(store: Store, worker: str, rollout_id: str | None = None) -> None:
@@ -39,6 +47,9 @@ def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[st
     metrics |= source_metrics(right, scores, samples, list(sources.values()))
     if samples > 1:
         metrics |= sampled_metrics(right, samples, list(sources.values()))
+    labels = [source_of(task) or data_source for task, data_source in sources.items()]
+    by_source = accuracy_by_source(right, samples, labels)
+    metrics |= {f"val/accuracy/{label}": accuracy for label, (accuracy, _) in by_source.items()}
     event = {
         "rollout_id": rollout_id,
         "step": step,
@@ -51,6 +62,7 @@ def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[st
         "score": metrics.get("val/score"),
         "graded": scores.graded,
         "metrics": metrics,
+        "sources": by_source,
     }
     if samples > 1:
         event |= {"pass": metrics[f"val/pass@{samples}"], "pass_standard_error": metrics.get(f"val/pass@{samples}_se")}

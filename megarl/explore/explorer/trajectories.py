@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from megarl.config import Config
 from megarl.config.rewards import RewardConfig
 from megarl.core.processes import heartbeat
-from megarl.core.schema import End, Reward, Segment, Task, Trajectory
+from megarl.core.schema import TOOL_CALLS, End, Reward, Segment, Task, Trajectory
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.explorer.claimed import ClaimedGroup
@@ -118,6 +118,8 @@ class TrajectoryRunner:
         if verdict.message is not None:
             log.warning("task %s: reward %s: %s", group.claim.task.task_id, verdict.reward.status, verdict.message)
         message = {} if verdict.message is None else {"reward_message": verdict.message}
+        number = model.record.num_tool_calls
+        calls = {} if number is None else {TOOL_CALLS: number}
         turns = model.record.ordered()
         return Trajectory(
             rollout_id=group.claim.rollout_id,
@@ -127,7 +129,7 @@ class TrajectoryRunner:
             group_size=group.claim.group_size,
             turns=turns,
             reward=verdict.reward,
-            metadata={"reward": verdict.record} | message,
+            metadata={"reward": verdict.record} | message | calls,
             cause=model.end.cause,
             images=model.record.images_beside(group.claim.task.images, turns),
         )

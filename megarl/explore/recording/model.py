@@ -275,7 +275,9 @@ class RolloutModel:
         defaults to the tools of the chat template."""
         if tools is None:
             tools = {**self._tokenizer.kwargs, **self._claim.task.chat_template_kwargs}.get("tools") or ()
-        return calls_of(self._tokenizer, turn, self.record.begins_in_thinking(turn), form, tools)[1]
+        calls = calls_of(self._tokenizer, turn, self.record.begins_in_thinking(turn), form, tools)[1]
+        self.record.count_calls(turn, len(calls))
+        return calls
 
     async def verify(self, by: str | None = None, *, of: Turn | None = None) -> Reward:
         """Reward of the model's last turn, as the trajectory would get it.

@@ -52,6 +52,8 @@ class RecordedTurns:
         """Turns that end inside a thought."""
         self._rewards: dict[int, float] = {}
         """Index of a turn -> its own reward."""
+        self._calls: dict[int, int] = {}
+        """Id of a turn that was read for tool calls -> their number."""
         self.unread = 0
         """Responses that were begun and have neither come nor been refused."""
 
@@ -70,6 +72,15 @@ class RecordedTurns:
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ValueError(f"the reward of a turn must be a finite number, got {reward!r:.60}")
         self._rewards[self.index_of(turn, "rate")] = float(reward)
+
+    def count_calls(self, turn: Turn, number: int) -> None:
+        """Record the number of tool calls in a turn; a repeated call replaces the number."""
+        self._calls[id(turn)] = number
+
+    @property
+    def num_tool_calls(self) -> int | None:
+        """Tool calls of all turns; None where no turn was read for calls."""
+        return sum(self._calls.get(id(turn), 0) for turn in self.turns) if self._calls else None
 
     def keep(self, turn: Turn) -> None:
         """Drop all turns so far but one of the model and those that it follows."""

@@ -54,6 +54,11 @@ async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncItera
 def check(rollout: RolloutConfig, run_dir: Path) -> None:
     """Raise ConfigError unless there is such a workflow, one whose sandbox hides the run's directory, and whose first
     observations have room."""
+    if rollout.tools and rollout.workflow != "tools":
+        raise ConfigError(
+            f"rollout.tools={rollout.tools} does nothing with rollout.workflow={rollout.workflow}; set "
+            "rollout.workflow=tools, or leave rollout.tools out"
+        )
     if rollout.workflow == "agent":
         from megarl.explore.agents import runner
 

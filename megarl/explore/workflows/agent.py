@@ -59,7 +59,7 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
                 if rollout.agent_rewards:
                     model.finish(Reward(0.0, "wrong"))
             elif result is not None or rollout.agent_rewards:
-                _finish(model, result)
+                _finish(model, result, rollout)
 
         yield workflow
 
@@ -80,11 +80,18 @@ def _is_of_room(error: BaseException) -> bool:
     return False
 
 
-def _finish(model: RolloutModel, result: Any) -> None:
+def _finish(model: RolloutModel, result: Any, rollout: RolloutConfig) -> None:
     try:
         verdict = to_verdict(result)
     except (TypeError, ValueError) as error:
-        model.fail(f"the agent returned no reward: {error}")
+        fix = (
+            "return one for every trajectory (rollout.agent_rewards=true), or set rollout.agent_rewards=false: where "
+            "the agent returns None, a verifier then scores the last response"
+            if rollout.agent_rewards
+            else "return a number, or None for the row's verifier to score the last response "
+            "(rollout.agent_rewards=false)"
+        )
+        model.fail(f"the agent returned no reward: {error}; {fix}")
         return
     if verdict["status"] in NO_VERDICT:
         model.fail(f"the agent returned the status {verdict['status']}: {verdict.get('reason', '')}")

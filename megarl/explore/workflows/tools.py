@@ -82,9 +82,9 @@ def check_format(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> None:
     """Raise ConfigError unless calls of the model can be read."""
     if rollout.tool_format is None and written_by(tokenizer.template) is None:
         raise ConfigError(
-            "rollout.workflow=tools: the chat template of model.path writes no tool calls that megarl can read; take a "
-            f"model whose template does, or describe the tools in the prompts and set rollout.tool_format to one of "
-            f"{', '.join(FORMATS)}"
+            f"rollout.tools={rollout.tools}: the chat template of model.path writes no tool calls that megarl can "
+            "read; take a model whose template does, or describe the tools in the prompts and set rollout.tool_format "
+            f"to one of {', '.join(FORMATS)}"
         )
 
 

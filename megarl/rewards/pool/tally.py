@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from megarl.core.text import Repeats
 from megarl.rewards.verdict import FAILURES
 
 EVENT = "reward_failures"
@@ -21,7 +22,9 @@ NEWEST_CHARACTERS = 300
 
 
 class Tally:
-    """Counts tries to score an answer. ``line`` is rate-limited, and None while all is well."""
+    """Counts tries to score an answer. ``line`` is rate-limited, and None while all is well.
+
+    A failure is printed once; again when twice as many of the recent verdicts have failed."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -29,6 +32,7 @@ class Tally:
         self._newest = ""
         self._failed = False
         """Since the last line."""
+        self._repeats, self._told = Repeats(), 0
         self._waiting: dict[int, float] = {}
         self._numbers = 0
         self._told_at = float("-inf")
@@ -58,12 +62,16 @@ class Tally:
         parts = [*self._failures(), *self._waits(now)]
         if not parts:
             return None
-        self._told_at, self._failed = now, False
+        self._told_at = now
         return "reward: " + "; ".join(parts)
 
     def _failures(self) -> Iterator[str]:
         if self._failed:
+            self._failed = False
             counts = Counter(status for status in self._recent if status in FAILURES)
+            if not self._repeats.is_new(self._newest) and counts.total() < 2 * self._told:
+                return
+            self._told = counts.total()
             kinds = ", ".join(f"{status} {count}" for status, count in counts.most_common())
             yield f"{counts.total()} of the last {len(self._recent)} verdicts failed ({kinds}); newest: {self._newest}"
 

@@ -104,7 +104,11 @@ def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]
                 if family != "code":  # tried by itself: it needs a sandbox
                     check_source(task.data_source, config.reward)
             except DataError as error:
-                raise DataError(f"{place(config, split, task)}, data_source {task.data_source!r}: {error}") from error
+                fix = "; or set rollout.agent_rewards=true, where the agent returns the reward of every trajectory"
+                more = fix if config.rollout.workflow == "agent" else ""
+                raise DataError(
+                    f"{place(config, split, task)}, data_source {task.data_source!r}: {error}{more}"
+                ) from error
             known.add(task.data_source)
             families.setdefault(family, task.data_source)
     return families

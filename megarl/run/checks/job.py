@@ -137,11 +137,11 @@ def _check_inputs(
     context = int(hf_config["max_position_embeddings"])
     tasks = {}
     if algorithms.job_of(config).rollouts:
+        workflows.check_template(config.rollout, tokenizer)  # before rows, which would be blamed for it
         for split in SPLITS:
             check = partial(check_rendered, config, split, tokenizer=tokenizer, processor=processor)
             rows[split] = usable(config, split, rows[split], check, bad[split])
         found_tasks = {split: [row for row in rows[split] if isinstance(row, Task)] for split in SPLITS}
-        workflows.check_template(config.rollout, tokenizer)
         check_environment_rows(config, found_tasks)
         check_rewards(config, found_tasks)
         tasks = {

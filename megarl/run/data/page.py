@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from markupsafe import Markup, escape
@@ -18,7 +19,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import GREEDY, Task, Trajectory, Turn
 from megarl.run.data.open_run import StoredRun, progress
 from megarl.run.data.page_pieces import CSS, PIECES, SCRIPT, visible
-from megarl.run.data.show import rewards_of, use_of
+from megarl.run.data.show import context_of, rewards_of, use_of
 from megarl.run.data.tokens import Token, spans_text, tokens_of, versions_text
 from megarl.run.report import svg
 from megarl.run.report.pieces import CSS as REPORT_CSS
@@ -37,21 +38,49 @@ BOUNDS = (0.9, 0.5, 0.1, 0.01)
 """Probabilities between the colours of tokens."""
 
 
+SPLITS = {"train": ("Training", "train", "step {}"), "eval": ("Held-out tasks", "held-out", "after step {}")}
+"""Kind of a rollout -> its heading, and the name and the step of a group."""
+
+
 def write_page(run: StoredRun, selection: Selection, path: Path, limit: int, filters: Sequence[str]) -> str:
-    """Write the page of the last ``limit`` groups that have a matching trajectory, the last one first; return its path
-    and what is on it.
+    """Write the page of the last ``limit`` groups that have a matching trajectory; return its path and what is on it.
+
+    Training and held-out tasks have a heading and a share of the groups each, the last group first.
 
     Raises:
         ConfigError: no trajectory matches, or the folder is missing.
     """
-    groups, count = run.last_matching(selection, limit)
-    if not groups:
+    found = {kind: run.last_matching(replace(selection, kinds=(kind,)), limit) for kind in selection.kinds}
+    found = {kind: (groups, count) for kind, (groups, count) in found.items() if groups}
+    if not found:
         raise ConfigError(f"{run.run_dir}: no trajectory matches {' '.join(filters) or 'yet'}")
     if path.parent == run.run_dir / "report":
         path.parent.mkdir(exist_ok=True)
     elif not path.parent.is_dir():
         raise ConfigError(f"-o {path}: there is no folder {path.parent}; make it, or give another path")
-    sections, links, room = list[Markup](), list[tuple[str, str, int, int]](), TOKENS_OF_PAGE
+    parts, shown = list[Markup](), list[str]()
+    for number, (kind, (groups, count)) in enumerate(found.items()):
+        most = limit // len(found) + (number < limit % len(found))
+        chosen, room = groups[len(groups) - most :] if most < len(groups) else groups, TOKENS_OF_PAGE // len(found)
+        sections, links = _sections(run, selection, chosen, room, kind)
+        title, noun, _ = SPLITS[kind]
+        shown.append(f"{len(sections)} of {count} {noun} groups" if len(sections) < count else f"{count} {noun} groups")
+        left = "" if len(sections) == count else f", the last {len(sections)} of {count} groups, the last one first"
+        parts += [PIECES.split(f"{title}{left}"), PIECES.jump(links), *sections]
+    notes = [" ".join(filters)] if filters else []
+    notes += ["" if len(found) == 1 else "kind=train or kind=eval leaves one of them; --groups N shows more."]
+    name = f"{run.config.run.name} · {run.config.algorithm.name}"
+    head = PIECES.head(name, ", ".join(shown), [note for note in notes if note])
+    parts = [head, *parts, Markup(f"<script>{SCRIPT}</script>")]
+    write_text(path, str(FRAME.page(f"{run.config.run.name}: responses", Markup(REPORT_CSS + CSS), Markup(), parts)))
+    return f"{path}: {', '.join(shown)}"
+
+
+def _sections(
+    run: StoredRun, selection: Selection, groups: Sequence[StoredGroup], room: int, kind: str
+) -> tuple[list[Markup], list[tuple[str, str, int, int]]]:
+    """Groups, the last first, as far as ``room`` tokens of the model go, and links to them."""
+    sections, links = list[Markup](), list[tuple[str, str, int, int]]()
     with progress(len(groups), "groups") as bar:
         for number, group in enumerate(reversed(groups)):
             members = [each for each in run.store.selection.members([group.group_id]) if each.index != GREEDY]
@@ -60,18 +89,12 @@ def write_page(run: StoredRun, selection: Selection, path: Path, limit: int, fil
             room -= sum(each.response_length for each in members)
             if room < 0 and sections:
                 break
-            sections.append(_group(run, group, members, selection, f"g{number}"))
+            anchor = f"{kind[0]}{number}"
+            sections.append(_group(run, group, members, selection, anchor))
             right = sum(each.reward.status == "ok" for each in members)
-            links.append((f"g{number}", group.group_id, right, len(members)))
+            links.append((anchor, group.group_id, right, len(members)))
             bar.update()
-    shown = f"{len(sections)} of {count} groups" if len(sections) < count else f"{count} groups"
-    notes = [" ".join(filters) or "all trajectories of training and evaluation"]
-    if len(sections) < count:
-        notes.append(f"The last ones, the last first; {count - len(sections)} earlier groups are left out.")
-    name = f"{run.config.run.name} · {run.config.algorithm.name}"
-    parts = [PIECES.head(name, shown, notes), PIECES.jump(links), *sections, Markup(f"<script>{SCRIPT}</script>")]
-    write_text(path, str(FRAME.page(f"{run.config.run.name}: responses", Markup(REPORT_CSS + CSS), Markup(), parts)))
-    return f"{path}: {shown}"
+    return sections, links
 
 
 def _group(
@@ -102,7 +125,8 @@ def _facts(
 ) -> list[tuple[str, str]]:
     lengths = [each.response_length for each in members]
     right = sum(each.reward.status == "ok" for each in members)
-    facts = [(group.kind, f"step {group.at_step}"), ("", use_of(group)), ("task", group.task_id)]
+    _, noun, step = SPLITS[group.kind]
+    facts = [(noun, step.format(group.at_step)), ("", use_of(group)), ("task", group.task_id)]
     facts += [("source", group.data_source)] if group.data_source else []
     facts += [("right", f"{right} of {len(members)}")]
     if (mean_std := rewards_of(members, excluded)) is not None:
@@ -151,8 +175,9 @@ def _response(
 
 def _turn_of(run: StoredRun, turns: Sequence[Turn], number: int, anchor: str) -> Markup:
     turn = turns[number]
-    facts = [f"{len(turn)} tokens"]
-    facts += [f"continues turn {turn.follows}"] if turn.follows != number - 1 else []
+    facts = [f"turn {number}"] if len(turns) > 2 else []
+    facts += [f"{len(turn)} tokens"]
+    facts += [] if (context := context_of(turns, number)) is None else [context]
     facts += [] if turn.finish_reason is None else [turn.finish_reason]
     facts += [f"weights {spans_text(turn)}"] if len(turn.spans) > 1 else []
     facts += [] if turn.reward is None else [f"reward {turn.reward:.3g}"]

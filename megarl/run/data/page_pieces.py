@@ -23,6 +23,8 @@ _TEMPLATES = """
 </div>
 {%- endmacro %}
 
+{% macro split(title) %}<h2 class="split">{{ title }}</h2>{% endmacro %}
+
 {% macro jump(links) -%}
 <ul class="jump">
 {% for anchor, name, right, count in links %}
@@ -93,6 +95,7 @@ margin-top:14px;display:flex;flex-wrap:wrap;gap:6px 18px;align-items:center;font
 .jump a{display:block;border:1px solid var(--line);border-radius:6px;padding:3px 9px;background:var(--card);
 color:inherit;text-decoration:none}
 .jump a:hover{border-color:var(--accent)}
+h2.split{font-size:20px;margin:34px 0 0;padding-top:14px;border-top:2px solid var(--line)}
 section.group{margin-top:34px;scroll-margin-top:52px}
 .group h2{margin:0}
 .facts{display:flex;flex-wrap:wrap;gap:2px 18px;margin:4px 0 8px;font-size:13px;color:var(--soft)}

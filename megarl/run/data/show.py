@@ -12,7 +12,7 @@ from statistics import mean, stdev
 from megarl.buffer.store import Glance, Selection, StoredGroup
 from megarl.buffer.store.tables import SAMPLED
 from megarl.core.errors import ConfigError
-from megarl.core.schema import GREEDY, Task, Trajectory
+from megarl.core.schema import GREEDY, Task, Trajectory, Turn
 from megarl.run.data.open_run import StoredRun
 from megarl.run.data.tokens import spans_text, tokens_of, versions_text
 from megarl.run.report.text import clean
@@ -81,6 +81,14 @@ def use_of(group: StoredGroup) -> str:
     return f"{group.state} by step {group.used_by}" + (f": {group.reason}" if group.reason else "")
 
 
+def context_of(turns: Sequence[Turn], number: int) -> str | None:
+    """Name what a turn was written after, where that is not the turn before it: a context that was rewritten."""
+    follows = turns[number].follows
+    if follows == number - 1:
+        return None
+    return "begins a new context" if follows < 0 else f"continues turn {follows}"
+
+
 def rewards_of(members: Sequence[Trajectory], excluded: Mapping[tuple[str, int], str]) -> tuple[float, float] | None:
     """Mean and unbiased standard deviation of a group's rewards; None where no member has a verdict.
 
@@ -121,7 +129,7 @@ def _trajectory_text(run: StoredRun, each: Trajectory, excluded: str | None, tok
     lines += [f"  {key}: {clean(_short(value))}" for key, value in each.metadata.items()]
     for number, turn in enumerate(each.turns):
         facts = [f"{len(turn)} tokens"]
-        facts += [f"after turn {turn.follows}"] if turn.follows != number - 1 else []
+        facts += [] if (context := context_of(each.turns, number)) is None else [context]
         facts += [] if turn.finish_reason is None else [turn.finish_reason, f"weights {spans_text(turn)}"]
         facts += [] if turn.reward is None else [f"reward {turn.reward:.4g}"]
         lines += ["", f"({number}) {turn.author}: {', '.join(facts)}"]

@@ -74,7 +74,6 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
     if not allocation.is_head:
         return node_agent.serve(allocation, config, key)
     program = job.program
-    start = time.monotonic()
     if allocation.nodes > 1:
         servers = None
     if servers is not None:
@@ -128,7 +127,6 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
 
             write_report(run_dir, config.store.outage_s)
             log.info("%s", summary(run_dir, config.store.outage_s))
-            log.info("whole job:     %.0f s", time.monotonic() - start)
     if not finished:
         log.warning("stopped; run the same command again to resume")
     return 0 if finished else UNFINISHED

@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ from tokenizers import Tokenizer
 from megarl.buffer.store import Store
 from megarl.config import Config, load_resolved, to_dict
 from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
-from megarl.core.metrics import best_step
+from megarl.core.metrics import COMMAND, DROPPED, best_step
 from megarl.core.schema import Task, Trajectory
+from megarl.core.text import kind_of_text
 from megarl.core.truncation import truncation
-from megarl.run.report.timeline import TimedPhase, union
+from megarl.run.report.timeline import TimedPhase, union, without_refused
 from megarl.weights.checkpoint.training.manifest import finished, steps_of
 
 SAMPLES = 10
@@ -54,6 +55,8 @@ class EvaluationResult:
     passed_error: float | None = None
     score: float | None = None
     """Mean score, where scores are graded."""
+    sources: Mapping[str, tuple[float, int]] = field(default_factory=dict)
+    """Source -> accuracy and number of tasks; empty for a single one."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,8 @@ class ReportData:
     unlearned: int
     samples: tuple[AnswerComparison, ...]
     timelines: Mapping[str, tuple[TimedPhase, ...]]
+    dropped: tuple[tuple[str, int], ...]
+    """Messages about groups that were dropped from training, alike ones once, and the number of steps that had each."""
     notes: tuple[str, ...]
     """Parts that could not be read."""
 
@@ -133,6 +138,16 @@ class ReportData:
         return bool(self.losses)
 
     @property
+    def curve(self) -> str:
+        """Return the name of the main curve, which is its file's name too: ``loss curve``, ``reward curve``."""
+        return "loss curve" if self.offline else "reward curve"
+
+    @property
+    def curve_file(self) -> Path:
+        """Path of the main curve's PNG."""
+        return self.run_dir / "report" / f"{self.curve.replace(' ', '_')}.png"
+
+    @property
     def wall_s(self) -> float:
         """Seconds from the first recorded phase to the last, without the times when the job was stopped."""
         spans = union((p for phases in self.timelines.values() for p in phases), bridge_s=STOPPED_S)
@@ -150,10 +165,13 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
     config = load_resolved(run_dir / "resolved.json")
     notes: list[str] = []
     timelines = {p.stem: _phases(_records(p, notes)) for p in sorted((run_dir / "timeline").glob("*.jsonl"))}
+    if COMMAND in timelines:
+        timelines[COMMAND] = tuple(without_refused(timelines[COMMAND]))
     written = {r["step"]: r for r in _records(run_dir / "metrics.jsonl", notes) if any(k.startswith("sft/") for k in r)}
     steps: list[tuple[int, dict[str, float]]] = []
     tasks: list[Task] = []
     events: list[dict[str, Any]] = []
+    dropped: list[dict[str, Any]] = []
     answers: dict[str, list[Trajectory]] = {"eval-before": [], "eval-after": []}
     if (url := store_url(config, run_dir)) is None:
         notes.append(f"The store {masked_text(config.store.url)} is not there: no steps, no answers.")
@@ -163,6 +181,7 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
             steps = [(step, _finite(metrics)) for step, metrics in store.journal.steps()]
             tasks = store.tasks.read("eval", images=False)
             events = [event["data"] for event in store.journal.events("evaluation")]
+            dropped = [event["data"] for event in store.journal.events(DROPPED)]
             answers = {name: _answers(store, name, notes) for name in answers}
         finally:
             store.close()
@@ -185,6 +204,7 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
         unlearned=len((right[0] - right[1]) & both),
         samples=_samples(tasks, list(answers.values()), located(config, run_dir, config.model.path), notes),
         timelines={name: phases for name, phases in timelines.items() if phases},
+        dropped=_dropped(dropped),
         notes=tuple(notes),
     )
 
@@ -292,7 +312,20 @@ def _evaluation(
         passed=event.get("pass") if event else None,
         passed_error=event.get("pass_standard_error") if event else None,
         score=event.get("score") if event and event.get("graded") else None,
+        sources={name: (share, tasks) for name, (share, tasks) in (event or {}).get("sources", {}).items()},
     )
+
+
+def _dropped(events: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
+    """(first message of its kind, number of steps), the most frequent first."""
+    first: dict[str, str] = {}
+    steps: dict[str, set[int]] = {}
+    for event in events:
+        for message in event["messages"]:
+            kind = kind_of_text(message.partition(": ")[2])
+            first.setdefault(kind, f"step {event['step']}, {message}")
+            steps.setdefault(kind, set()).add(event["step"])
+    return tuple(sorted(((text, len(steps[kind])) for kind, text in first.items()), key=lambda found: -found[1]))
 
 
 def _of_events(events: Iterable[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:

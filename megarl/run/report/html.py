@@ -13,7 +13,7 @@ from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.metrics import COMMAND
 from megarl.learn.memory.ledger import human
 from megarl.learn.memory.phases import Phase
-from megarl.run.report import offline, svg
+from megarl.run.report import excluded, offline, svg
 from megarl.run.report.data import Answer, ReportData, changed_settings, load
 from megarl.run.report.pieces import CSS, HATCH, PIECES
 from megarl.run.report.png import reward_png, share_axis
@@ -28,6 +28,7 @@ from megarl.run.report.text import (
     right,
     sampling,
     score,
+    source_table,
     status,
     summary,
 )
@@ -51,6 +52,8 @@ CHARTS = (
     ("Clipped tokens", "share", "actor/pg_clipfrac"),
     ("Engine − trainer log-prob, mean", "absolute", "training/rollout_logp_diff_mean"),
     ("Engine − trainer log-prob, largest", "absolute", "training/rollout_logp_diff_max"),
+    ("Groups of equal rewards", "share of groups trained on", "rollout/zero_variance"),
+    ("Tool calls of a trajectory", "mean", "tool_call_counts/mean"),
     ("Chosen answer preferred", "share of pairs", "rewards/accuracies"),
     ("Reward of chosen − rejected", "", "rewards/margins"),
     ("Tokens a second", "each device", "perf/throughput"),
@@ -63,7 +66,8 @@ EXPLORER = (("generation", "generation_s"), ("reward", "reward_s"), ("both at on
 
 
 def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
-    """Write ``report/report.html`` and ``report/reward_curve.png`` of a run; returns the HTML's path.
+    """Write ``report/report.html``, and beside it ``reward_curve.png`` or an offline job's ``loss_curve.png``. Return
+    the HTML's path.
 
     A run that was stopped early gets a report of what there is. Its store is waited for ``outage_s``.
 
@@ -73,7 +77,7 @@ def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
     run = load(run_dir, outage_s)
     folder = run_dir / "report"
     folder.mkdir(exist_ok=True)
-    with whole(folder / "reward_curve.png") as path:
+    with whole(run.curve_file) as path:
         reward_png(run, path)
     write_text(folder / "report.html", page(run))
     return folder / "report.html"
@@ -86,6 +90,7 @@ def page(run: ReportData) -> str:
         _curve,
         _accuracy,
         _charts,
+        _excluded,
         _answers,
         _lanes,
         _start_up,
@@ -196,7 +201,10 @@ def _accuracy(run: ReportData) -> Markup:
         "no verdict",
         "mean tokens",
     )
-    return PIECES.section("Accuracy before and after", text, PIECES.card(PIECES.table(head, body)))
+    cards = PIECES.card(PIECES.table(head, body))
+    if by_source := source_table(run):
+        cards += PIECES.card(PIECES.table(("source", "tasks", "accuracy before", "after"), by_source))
+    return PIECES.section("Accuracy before and after", text, cards)
 
 
 def _charts(run: ReportData) -> Markup:
@@ -213,6 +221,18 @@ def _charts(run: ReportData) -> Markup:
         drawn = Markup(svg.stacked_chart("Seconds per phase", by_step, order, width=1060, height=230))
         body += PIECES.card(PIECES.titled("Seconds per phase, trainer rank 0", drawn) + _legend(order), scroll=True)
     return PIECES.section("Curves", "Over training steps; the number is the last step’s.", body) if body else body
+
+
+def _excluded(run: ReportData) -> Markup:
+    """Table of what was sampled and not trained on, by reason, and the messages about dropped groups."""
+    head, *body = excluded.table(run)
+    if not body:
+        return Markup()
+    cards = PIECES.card(PIECES.table(head, body, numeric=range(2, len(head))))
+    if run.dropped:
+        rows = [(PIECES.text(message), steps) for message, steps in run.dropped]
+        cards += PIECES.card(PIECES.table(("first message of its kind", "steps"), rows, numeric=(1,)))
+    return PIECES.section("Left out of training", "Sampled by all steps, and in the loss of none.", cards)
 
 
 def _answers(run: ReportData) -> Markup:
@@ -381,7 +401,7 @@ def _files(run: ReportData) -> Markup:
     body = [
         ("HF checkpoint", PIECES.code(str(run.hf_checkpoint)) if run.hf_checkpoint else "not exported yet"),
         ("run", PIECES.code(str(run.run_dir))),
-        ("reward curve", PIECES.link("reward_curve.png")),
+        (run.curve, PIECES.link(run.curve_file.name)),
     ]
     return PIECES.section("Files", "", PIECES.card(PIECES.table(("", ""), body, numeric=())))
 

@@ -7,7 +7,7 @@ from os.path import commonprefix
 from pathlib import Path
 
 from megarl.config.schema import EvaluationConfig
-from megarl.run.report import offline
+from megarl.run.report import excluded, offline
 from megarl.run.report.data import Answer, EvaluationResult, ReportData, load
 
 VERDICTS = {
@@ -35,8 +35,15 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
         for label, evaluation in (("before", run.before), ("after", run.after)):
             line = f"{label:<16}{percent(evaluation):>10}{right(evaluation):>8}{asked(run, evaluation):>8}"
             lines.append(f"{line}{score(evaluation):>12}" if graded else line)
+    if by_source := source_table(run):
+        lines += [
+            f"  {source:<{max(len(row[0]) for row in by_source)}}  {before:>7} → {after:>7}{tasks:>8} tasks"
+            for source, tasks, before, after in by_source
+        ]
     if (gain := points_gained(run)) is not None:
         lines.append(f"{'change':<16}{gain:>+10.1f} points")
+    if (left_out := excluded.line(run)) is not None:
+        lines.append(left_out)
     if run.samples:
         lines += ["", f"{len(run.samples)} sample answers:", ""]
         table = [("question", "truth", "before", "after")]
@@ -49,15 +56,21 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
     lines.append("")
-    for label, path in (
-        ("loss curve" if run.offline else "reward curve", run_dir / "report" / "reward_curve.png"),
-        ("report", run_dir / "report" / "report.html"),
-    ):
+    for label, path in ((run.curve, run.curve_file), ("report", run_dir / "report" / "report.html")):
         lines.append(f"{label + ':':<15}{path if path.is_file() else 'not written yet'}")
     lines.append(f"{'HF checkpoint:':<15}{run.hf_checkpoint or 'not exported yet'}")
     if (best := run.best_checkpoint) is not None:
         lines.append(f"{'best:':<15}{best} (by {run.config.trainer.keep_best})")
     return "\n".join([*lines, *run.notes])
+
+
+def source_table(run: ReportData) -> list[tuple[str, str, str, str]]:
+    """(source, tasks, accuracy before, accuracy after) of held-out tasks of several sources; [] of one."""
+    sides = [{} if side is None else side.sources for side in (run.before, run.after)]
+    return [
+        (source, str(tasks), *(f"{side[source][0]:.1%}" if source in side else "—" for side in sides))  # type: ignore[misc]
+        for source, (_, tasks) in {**sides[0], **sides[1]}.items()
+    ]
 
 
 def is_graded(run: ReportData) -> bool:

@@ -68,6 +68,16 @@ def last_start(timelines: Mapping[str, Sequence[TimedPhase]]) -> tuple[float, fl
     return (began[-1], ends[0]) if ends else None
 
 
+def without_refused(phases: Sequence[TimedPhase]) -> list[TimedPhase]:
+    """Return the command's phases without starts that spawned no process: refused ones, and those of a finished run."""
+    starts: list[list[TimedPhase]] = [[]]
+    for phase in phases:
+        if phase.name == "import":
+            starts.append([])
+        starts[-1].append(phase)
+    return [phase for start in starts for phase in start if any(one.name == "spawn" for one in start)]
+
+
 def union(phases: Iterable[TimedPhase], *, bridge_s: float = 0.0) -> list[tuple[float, float]]:
     """(start, end) of the time that any of the phases covers; gaps of up to ``bridge_s`` count as covered."""
     spans: list[tuple[float, float]] = []

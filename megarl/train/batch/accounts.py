@@ -106,6 +106,11 @@ def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[st
     metrics = spread("critic/score", scores) | spread("critic/rewards", scores)
     metrics |= spread("response_length", lengths)
     metrics |= spread("prompt_length", [float(e.prompt_length) for e in trajectories])
+    metrics |= spread("num_turns", [float(e.num_turns) for e in trajectories])
+    if any(e.tool_calls is not None for e in trajectories):
+        metrics |= spread("tool_call_counts", [float(e.tool_calls or 0) for e in trajectories])
+    if groups := {e.group_id: e.group_stats.std for e in trajectories if e.group_stats and e.group_stats.size > 1}:
+        metrics["rollout/zero_variance"] = sum(std == 0 for std in groups.values()) / len(groups)
     metrics["response_length/clip_ratio"] = sum(e.truncated for e in trajectories) / len(trajectories)
     metrics["training/accuracy"] = sum(e.reward.status == "ok" for e in trajectories) / len(trajectories)
     errors = sum(count for end, count in verified.ends.items() if End(end).by_reward)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megarl.buffer.order.draws import data_seed, numbers_of_step
-from megarl.core.metrics import OFFLINE_CONSOLE, mean_of_sums
+from megarl.core.metrics import OFFLINE_CONSOLE, PrintedSteps, mean_of_sums
 from megarl.learn.batching import Sequences, of_demonstrations, score_positions
 from megarl.learn.memory.phases import Phase
 from megarl.learn.training import objectives
@@ -63,6 +63,7 @@ class OfflineSteps:
 
     def __init__(self, rank: TrainerRank) -> None:
         self.rank = rank
+        self._printed = PrintedSteps(rank.config.trainer.steps)
 
     def prepare(self, state: TrainState) -> None:
         """Build the models; a reward model is made of the warm start's language model."""
@@ -108,7 +109,8 @@ class OfflineSteps:
             with phase("update", step=number):
                 state, metrics = rank.learner.update(state, batch, self.objective_of(found), rank.config.algorithm)
             state = rank.end_step(state, metrics, None)
-        rank.reporter.record_step(state.step, metrics, tokens=len(found.sequences.tokens), console=OFFLINE_CONSOLE)
+        tokens, printed = len(found.sequences.tokens), self._printed.is_due(state.step)
+        rank.reporter.record_step(state.step, metrics, tokens=tokens, console=OFFLINE_CONSOLE, printed=printed)
         return state
 
     def batch_of(self, rows: Rows, numbers: Sequence[int]) -> Batch:

@@ -56,6 +56,11 @@ class LateRewardLines:
         self._store = store
         self._looked_at = time.monotonic()
         self._logged = 0
+        self._fix = (
+            ": write them with `megarl data awaiting FILE.jsonl`, give their rewards with `megarl data reward "
+            "FILE.jsonl`"
+        )
+        """End of the first line."""
         self.num_awaiting = 0
 
     def line(self) -> str | None:
@@ -66,10 +71,8 @@ class LateRewardLines:
         if not self.num_awaiting or self.num_awaiting == self._logged:
             return None
         self._logged = self.num_awaiting
-        return (
-            f"the job waits for the rewards of {self.num_awaiting} responses: write them with `megarl data awaiting "
-            "FILE.jsonl`, give their rewards with `megarl data reward FILE.jsonl`"
-        )
+        fix, self._fix = self._fix, ""
+        return f"the job waits for the rewards of {self.num_awaiting} responses{fix}"
 
 
 class Repair(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -17,7 +17,8 @@ from megarl.buffer.store.workers import BusyTime
 from megarl.config import Config, to_dict
 from megarl.core.jobs import ProcessKind
 from megarl.core.kept_batches import KeptBatch, forget_after, path_of
-from megarl.core.metrics import CONSOLE, MetricWriter, Timeline, console_line
+from megarl.core.metrics import CONSOLE, DROPPED, MetricWriter, Timeline, console_line
+from megarl.core.text import Repeats
 from megarl.learn import algorithms
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.state import TrainState
@@ -64,7 +65,7 @@ class Reporter:
         self._context = context
         self._store = store
         self._writer: MetricWriter | None = None
-        self._engines = EngineIdleness()
+        self._engines, self._repeats = EngineIdleness(), Repeats()
         self.timeline = Timeline(context.run_dir / "timeline", f"trainer_{context.rank}")
         """Its ``phase`` is a context manager that measures."""
 
@@ -118,6 +119,19 @@ class Reporter:
         if self._context.rank == 0:
             self._store.journal.record_event("trainer", kind, data)
 
+    def dropped(self, step: int, messages: Sequence[str]) -> None:
+        """Record why groups of ``step`` (from 1) were dropped, and print each reason once.
+
+        Args:
+            messages: ``Report.messages``: the groups, then the reason.
+        """
+        if not messages:
+            return
+        self.event(DROPPED, {"step": step, "messages": list(messages)})
+        for message in messages:
+            if self._repeats.is_new(message.partition(": ")[2]):
+                self.log(f"dropped from training: {message} (the report counts further ones)")
+
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write metrics to the run's files and trackers, from rank 0."""
         if self._writer is not None:
@@ -148,8 +162,9 @@ class Reporter:
         tokens: int,
         used: Used = NOTHING_USED,
         console: Iterable[tuple[str, str, str]] = CONSOLE,
+        printed: bool = True,
     ) -> None:
-        """Write the metrics of the step that has ended, with the seconds of its phases, and print a line."""
+        """Write the metrics of the step that has ended, with the seconds of its phases; print a line if ``printed``."""
         config, seconds = self._context.config, self.timeline.seconds
         metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
         if config.taskset.bad_rows == "drop":
@@ -162,7 +177,8 @@ class Reporter:
                 metrics["idle/engines"] = idle
         self.write(step, metrics)
         self.keep(step, metrics, used)
-        self.log(console_line(step, config.trainer.steps, metrics, console))
+        if printed:
+            self.log(console_line(step, config.trainer.steps, metrics, console))
 
 
 def num_devices(config: Config) -> int:

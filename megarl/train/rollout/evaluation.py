@@ -90,6 +90,9 @@ class Evaluation:
         score = f", mean score {event['score']:.3f}" if event["graded"] and event["score"] is not None else ""
         without = f"; {errors} without a verdict" if errors else ""
         self._reporter.log(f"held-out accuracy at step {step}: {text}{score}{without}")
+        if by_source := event.get("sources"):  # none in events of before there were any
+            shown = ", ".join(f"{source} {share:.1%} (of {tasks})" for source, (share, tasks) in by_source.items())
+            self._reporter.log(f"  by source: {shown}")
 
 
 def evaluation_text(metrics: Mapping[str, float], right: int, tasks: int, config: EvaluationConfig) -> str:

@@ -103,9 +103,3 @@ VERL: dict[str, str] = {
     "trainer.default_local_dir": "run.dir",
     "trainer.max_actor_ckpt_to_keep": "trainer.keep_checkpoints",
 }
-
-
-def in_our_words(name: str) -> str | None:
-    """Name the setting that verl's ``name`` is here; None for a name that is not in the table."""
-    ours = VERL.get(name)
-    return None if ours is None else f"{name} is verl's name; here it is {ours}"
