@@ -19,6 +19,7 @@ FACE = (
     "nodes.plan",
     "process.forkserver",
     "process.interrupt",
+    "report.bundle",
     "report.doctor",
     "report.html",
     "run_dir.dry_run",
