@@ -211,7 +211,7 @@ def used(run: Run) -> list[Any]:
     """Groups that steps have used, with their tasks."""
     query = select(GROUPS.c.group_id, GROUPS.c.task_id, GROUPS.c.used_by).where(GROUPS.c.used_by.is_not(None))
     with closing(Store(run.url, read_only=True)) as store:
-        return list(store._database.read(lambda connection: connection.execute(query).all()))
+        return list(store.database.read(lambda connection: connection.execute(query).all()))
 
 
 def config_of(order: Any, pacing: Pacing, **trainer: int) -> Config:
@@ -313,7 +313,7 @@ def test_a_resume_keeps_groups_that_were_asked_for_in_its_step(tmp_path: Path) -
     after = [group.group_id for group in store.pacing.unused()]
     assert len(before) == 2 * EACH and after[: 2 * EACH] == before and len(after) == 3 * EACH
     tasks, sampling = (
-        store._database.read(lambda connection, column=column: list(connection.scalars(select(column))))
+        store.database.read(lambda connection, column=column: list(connection.scalars(select(column))))
         for column in (GROUPS.c.task_id, ROLLOUTS.c.sampling)
     )
     assert len(tasks) == len(set(tasks)) == 5 * EACH

@@ -141,7 +141,7 @@ def test_gymnasium_shows_pictures() -> None:
         assert [np.asarray(Image.open(io.BytesIO(file))).mean() for file in model.images] == [0, 255, 0]
         assert np.asarray(Image.open(io.BytesIO(model.images[0]))).shape == (28, 56, 3)
         with pytest.raises(ConfigError, match=r"rollout.environment=gymnasium shows images .*takes text only"):
-            vision._check_environment(
+            vision.check_environment(
                 Config(rollout=RolloutConfig(workflow="environment", environment="gymnasium", options=options))
             )
     finally:

@@ -86,7 +86,7 @@ def test_programs_need_a_sandbox_before_anything_starts(
     monkeypatch.setattr(client, "BUSY_S", 0.2)
     refused(ConfigError, service, "not run unless they can be isolated", "http://127.0.0.1:9")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(proven, "_proven", {})  # by another test of this process
+    monkeypatch.setattr(proven, "known", {})  # by another test of this process
     host.find.cache_clear()
     refused(ConfigError, config_of(prepared, override), "not run unless they can be isolated", "bwrap")
 

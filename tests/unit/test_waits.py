@@ -101,8 +101,8 @@ LIMITED = {
     "weights/checkpoint/training/optimizer_state._gathered: dist.recv": "groups.collective_timeout_s",
     "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
-    "weights/reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
-    "weights/reshard/execute._Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
+    "weights/reshard/execute.Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
+    "weights/reshard/execute.Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
     "engines/sync/link._Expected.wait: self.received.wait": "sync.timeout_s: the timeout of the link",
     "weights/reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of "
     "the default "
