@@ -22,7 +22,7 @@ from megarl.engines.sync.writer import SliceWriter
 from megarl.train.sync import publish
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice
-from megarl.weights.reshard.execute import buckets_from, local_view, message_view, fold
+from megarl.weights.reshard.execute import buckets_from, fold, local_view, message_view
 from tests.loop.local_engine import LocalEngine
 from tests.loop.trainers import Flipping, Ranks, Sent
 

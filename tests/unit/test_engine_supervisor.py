@@ -117,7 +117,7 @@ def at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(units, "SETTLE_S", 0.0)
         patch.setattr(units, "LOOK_S", 0.0)
-        patch.setattr(units, "listens", lambda address: machines[-1].listens(f"engine {address[2:]}"))
+        patch.setattr(units, "is_listening", lambda address: machines[-1].listens(f"engine {address[2:]}"))
         yield
 
 

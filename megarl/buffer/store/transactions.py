@@ -246,7 +246,8 @@ class Transactions:
 
 
 class Outage:
-    """An outage that one call of a store meets: the time since its first failure, without what this process did not see because it was suspended."""
+    """An outage that one call of a store meets: the time since its first failure, without what this process did not see
+    because it was suspended."""
 
     def __init__(self, name: str, limit_s: float) -> None:
         self._name, self._limit_s = name, limit_s

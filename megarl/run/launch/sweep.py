@@ -50,7 +50,7 @@ def combinations(overrides: Sequence[str], index: int | None = None, own: str | 
     for number, (words, swept) in enumerate(expanded := expand(overrides, own)):
         if index is not None and number != index:
             continue
-        slug = slug(swept)
+        slug = folder_name(swept)
         try:
             where = compose(words, own=own).run.dir
             others = [word for word in words if word.partition("=")[0].lstrip("+") != "run.dir"]
@@ -107,7 +107,7 @@ def expand(overrides: Sequence[str], own: str | None = None) -> list[tuple[list[
     return [(list(words), [words[number] for number in swept]) for words in itertools.product(*choices)]
 
 
-def slug(swept: Sequence[str]) -> str:
+def folder_name(swept: Sequence[str]) -> str:
     """Return the name of a combination's folder, made of its overrides; a long one ends in a digest."""
     name = re.sub(r"[^\w.,=+-]", "_", ",".join(word.lstrip("+") for word in swept), flags=re.ASCII)
     if len(name) > LONGEST:  # a file system's limit is 255

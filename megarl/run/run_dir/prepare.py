@@ -261,8 +261,8 @@ def _text(row: Task | Preference, content: str) -> str:
 
 
 def model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:
-    """Return what a generated model is made of: its settings by name, the seed, and a digest of the texts from which its
-    tokenizer learns."""
+    """Return what a generated model is made of: its settings by name, the seed, and a digest of the texts from
+    which its tokenizer learns."""
     assert config.model.from_scratch is not None
     values = asdict(config.model.from_scratch)
     tower = values.pop("vision")

@@ -164,7 +164,7 @@ class Units:
         for s in self.present():
             if s.spec is None or not s.spec.listens or s.process.poll() is not None:
                 continue
-            listens, unit = listens(s.spec.listens), unit_of(s.process.name)
+            listens, unit = is_listening(s.spec.listens), unit_of(s.process.name)
             if listens and unit not in self._up:
                 self._up.add(unit)
                 for member in self.members(unit):
@@ -191,8 +191,8 @@ def is_engine(name: str) -> bool:
     return kind_of(name) is ProcessKind.ENGINE
 
 
-def listens(address: str) -> bool | None:
-    """Return True if a process listens at the address; None when that is unknown: a machine that is busy answers late."""
+def is_listening(address: str) -> bool | None:
+    """Return True if a process listens at the address, None where that is unknown: a busy machine answers late."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
@@ -210,7 +210,7 @@ def _until_free(name: str, address: str) -> None:
         JobError: somebody does after FREE_S.
     """
     deadline = time.monotonic() + FREE_S
-    while address and (listens := listens(address)) is not False:
+    while address and (listens := is_listening(address)) is not False:
         if time.monotonic() > deadline:
             if listens is None:  # unknown: the successor itself will find out
                 return

@@ -162,8 +162,8 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
 
 
 def check_growth(path: str, hf_config: Mapping[str, Any], context: int) -> None:
-    """Raise ConfigError where vLLM would multiply queries by other factors of their position than transformers: it reads
-    a key of config.json that transformers does not read. ``context``: most tokens of a sequence."""
+    """Raise ConfigError where vLLM would multiply queries by other factors of their position than transformers:
+    it reads a key of config.json that transformers does not read. ``context``: most tokens of a sequence."""
     for rope in set(ropes(architecture(hf_config), hf_config)):
         if rope is None or not rope.query_beta or context <= rope.original:
             continue
