@@ -106,7 +106,7 @@ def other_name(rename: Callable[[str], str], which: str) -> Fault:
         other = rename(name)
         if not name.endswith(which) or other not in self.model.factors:
             return found
-        scale = self._scales.get(other, 1.0)
+        scale = self.scales.get(other, 1.0)
         return self.model.factors[other] * scale
 
     return sent(change)
@@ -128,7 +128,7 @@ def earlier(which: str) -> Fault:
         if not name.endswith(which):
             return found
         old: SeparateTensors = lab.old.shards[lab.rank_of(self)]  # type: ignore[assignment]
-        return old.model.factors[name] * self._scales.get(name, 1.0)
+        return old.model.factors[name] * self.scales.get(name, 1.0)
 
     return sent(change)
 
@@ -140,7 +140,7 @@ def of_other_rank(lab: AdapterLab, self: SeparateTensors, name: str, found: torc
     other: Any = weights.shards[0]
     if mine == 0 or not name.endswith(".b") or other.model.factors[name].shape != found.shape:
         return found
-    return other.model.factors[name] * self._scales[name]
+    return other.model.factors[name] * self.scales[name]
 
 
 def narrow(which: str) -> Fault:

@@ -130,7 +130,7 @@ class LocalControl(EngineControl):
     engine: LocalEngine
     """The one of this process."""
 
-    def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+    def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         asked = json.loads(json.dumps(body))
         answer = self.engine.tamper(path, self.engine.answer(path, asked, proving=self.proving))
         return json.loads(json.dumps(answer))

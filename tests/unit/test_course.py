@@ -71,15 +71,15 @@ class Weights(WeightSync):
 
     def __init__(self, context: RunContext, store: Store, job: Job) -> None:
         super().__init__(context, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, store.pacing.record_version)
-        self._job = job
+        self._job, self._settings = job, context.config
         self.steps: dict[WeightsVersion, int] = {}
         """Steps of training in the weights that engines were sent under each version."""
 
-    def _publish(self, *, abort: bool = False, sent: Any = None) -> dict[str, float]:
+    def send_version(self, *, abort: bool = False, sent: Any = None) -> dict[str, float]:
         steps = self._job.trained if sent is None else sent
         assert self.steps.setdefault(self.version, steps) == steps, "other weights under the same version"
-        if sent is None and outlives_update(self._context.config.sync):
-            self._sent: Any = steps
+        if sent is None and outlives_update(self._settings.sync):
+            self.sent: Any = steps
         return {"sync/digests": 1.0}
 
 

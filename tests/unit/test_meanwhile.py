@@ -120,7 +120,7 @@ class Servers:
     def choice(self) -> EngineChoice:
         """An explorer's, with the rows of now. The first engine is busier."""
         found = EngineChoice(list(self.rows))
-        found._outstanding[self.rows[0].url] = 9
+        found.outstanding[self.rows[0].url] = 9
         return found
 
 

@@ -408,12 +408,12 @@ class SeparateTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, model: AdaptedModel) -> None:
         self.model = model
-        self._scales = {each.b: each.factors.scale for group in model.adapters.values() for each in group}
+        self.scales = {each.b: each.factors.scale for group in model.adapters.values() for each in group}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.model.factors:
             return self.model.own[name]
-        factor, scale = self.model.factors[name], self._scales.get(name)
+        factor, scale = self.model.factors[name], self.scales.get(name)
         return factor if scale is None else (factor.to(torch.float32) * scale).to(factor.dtype)
 
     def __iter__(self) -> Iterator[str]:
