@@ -411,7 +411,7 @@ def _is_unavailable(error: BaseException | None) -> bool:
 
 
 def record_of(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Completion | Failure:
-    """Return what the engine sends of sample ``j`` of request ``i``, which has ended. ``expanded``: send the prompt's ids
+    """Return what the engine sends of sample ``j`` of request ``i``, which has ended. ``expanded``: the prompt's ids
     too, in which each image has its tokens. Raises RuntimeError when the log-probs are not those of the sampled
     tokens."""
     output = finished.outputs[0]

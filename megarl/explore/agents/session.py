@@ -236,7 +236,8 @@ def _call(call: ToolCall, name: str) -> Message:
 
 
 def digest_after(before: bytes, value: Any) -> bytes:
-    """Return the digest of the conversation with digest ``before``, gone on by ``value``. Raises TypeError, ValueError for what JSON cannot hold."""
+    """Return the digest of a conversation that begins with one of the digest ``before`` and ends with ``value``. Raises
+    TypeError, ValueError for what JSON cannot hold."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 

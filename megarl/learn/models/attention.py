@@ -158,8 +158,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def bucketed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
     ) -> torch.Tensor:
-        """Compute attention with one causal call for each bucket of the layout; needs at most ``PADDING_BOUND`` times the
-        memory of the arguments besides them."""
+        """Compute attention with one causal call for each bucket of the layout; needs at most ``PADDING_BOUND`` times
+        the memory of the arguments besides them."""
         found = layout.buckets
         sizes = [rows * width for rows, width in found.shapes]
         pieces = [_Spread.apply(x, found.source, found.place).split(sizes) for x in (query, key, value)]

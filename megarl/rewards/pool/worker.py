@@ -128,8 +128,8 @@ def _peak_bytes() -> int:
 
 
 def verdict_of(score: Scorer, text: str, ground_truth: Any, info: dict[str, Any]) -> Any:
-    """Return the result of one of megarl's verifiers. An error that an empty response to the row does not cause is a wrong
-    response."""
+    """Return the result of one of megarl's verifiers. An error that an empty response to the row does not cause is a
+    wrong response."""
     try:
         return to_verdict(score(text, ground_truth, info))
     except NOT_THE_RESPONSES:
