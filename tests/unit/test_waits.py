@@ -67,9 +67,9 @@ LIMITED = {
     ".environment_timeout_s, after which kill ends it",
     "explore/environments/verifiers.Verifiers._take: self._lines.readline": "rollout.environment_timeout_s, after "
     "which kill ends it",
-    "explore/environments/verifiers.VerifiersProcess._start: self._process.stdout.readline": "verifiers.CHECK_S",
-    "explore/environments/verifiers.VerifiersProcess._start: self._process.wait": "its output has ended, at its exit",
-    "explore/environments/verifiers.VerifiersProcess.end: self._process.wait": "SIGKILL before it",
+    "explore/environments/verifiers.VerifiersProcess._start: self.process.stdout.readline": "verifiers.CHECK_S",
+    "explore/environments/verifiers.VerifiersProcess._start: self.process.wait": "its output has ended, at its exit",
+    "explore/environments/verifiers.VerifiersProcess.end: self.process.wait": "SIGKILL before it",
     "explore/environments/verifiers_server.serve: listener.accept": "the explorer's life: PARENT_S after it",
     "explore/environments/verifiers_server.serve_episode.take: reader.readline": "the episode's: its end is an end of "
     "file, or SIGKILL",
@@ -92,7 +92,7 @@ LIMITED = {
     "weights/checkpoint/training/writer.Writer.answer: self._pipe.recv": "a result is there, or the writer has died",
     "weights/checkpoint/training/writer._serve: pipe.recv": "the writer's life; it dies with its trainer rank "
     "(die_with)",
-    "run/process/reaper.Reaper._keep: self._process.wait": "a daemon thread that waits for the guard's end",
+    "run/process/reaper.Reaper._keep: self.process.wait": "a daemon thread that waits for the guard's end",
     "run/nodes/node.on_every_node: with ThreadPoolExecutor": "each node stops in its grace and node.GONE_S, "
     "or is lost (cluster.heartbeat_s)",
     "run/nodes/remote.Gathering._let_in: self.door.accept": "a daemon thread; leaving the gathering shuts its socket",
