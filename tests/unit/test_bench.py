@@ -36,6 +36,7 @@ from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, read
 from megarl.explore.bench.driver import FROM_FILES, ROLLOUT, BenchDriver, ModelFiles
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.rewards.votes import extractor
+from megarl.run.checks.bench import check_bench
 from megarl.run.launch import bench
 from megarl.run.launch.bench import run_bench
 from megarl.run.launch.subjects import Subject, short_names, subject_of
@@ -562,6 +563,12 @@ def test_a_bench_is_refused_in_the_place_of_a_training_run(tmp_path: Path) -> No
     (tmp_path / "attempt").write_text("1")
     with pytest.raises(ConfigError, match=r"holds a training run; take another run\.name"):
         run_bench(["x"], compose([f"run.dir={tmp_path}", "model.path=x"]), None, check_only=True)
+
+
+def test_a_bench_has_no_average_to_evaluate(tmp_path: Path) -> None:
+    config = bench.config_of_bench(compose(["model.path=x", "evaluation.average=0.9"]), tmp_path)
+    with pytest.raises(ConfigError, match=r"evaluation\.average=0\.9 is for jobs that train .*; leave it out"):
+        check_bench(config)
 
 
 def test_a_training_job_has_no_mode_of_a_bench(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,13 @@ from tests.unit.test_launch_data import rewritten
     ("overrides", "words"),
     [
         (["reward.routes.my_set=mathh"], ["reward.routes.my_set=mathh", "no family", "math"]),
-        (["reward.routes.my_set=math", f"reward.path={__file__}"], ["reward.routes", "reward.path"]),
+        *(
+            (
+                [given, f"reward.path={__file__}"],
+                [f"{given.partition('=')[0]} does nothing beside reward.path", "leave"],
+            )
+            for given in ("reward.routes={my_set: math}", "reward.judge.url=rollout")
+        ),
         (["reward.hosts=[127.0.0.1:9]"], ["reward.hosts", "MEGARL_JOB_KEY"]),
         (
             ["reward.length.weight=0.1", "algorithm=reinforce_pp", "algorithm.group_size=1"],

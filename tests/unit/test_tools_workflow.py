@@ -22,7 +22,7 @@ from megarl.explore.workflows.tools import knows_results
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.tools import FORMATS, session
 from megarl.tasks.tools.calculator import calculator
-from megarl.tasks.tools.functions import template_tools, tools_of
+from megarl.tasks.tools.functions import OWN, template_tools, tools_of
 from tests.chat_battery import TEMPLATES, checkpoint
 from tests.unit.agent_model import TASK, Model, recorder, run_workflow_of, trajectory
 
@@ -193,8 +193,8 @@ def test_results_in_other_templates(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tools": []}, r"needs rollout\.tools: python, calculator, or Python files"),
-        ({"tools": ["search"]}, r"rollout\.tools=search is not there; there are python, calculator, or give"),
+        ({"tools": []}, rf"needs rollout\.tools: {', '.join(OWN)}, or Python files"),
+        ({"tools": ["search"]}, rf"rollout\.tools=search is not there; there are {', '.join(OWN)}, or give"),
         ({"tools": ["calculator", "calculator"]}, "two tools of the name calculator"),
         ({"tools": ["calculator"], "tool_format": "xml"}, r"rollout\.tool_format='xml' is not there; there are"),
         ({"tools": ["calculator"], "max_trajectory_tokens": None}, r"rollout\.max_trajectory_tokens is not set"),
