@@ -65,7 +65,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
     from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
     from megarl.learn import algorithms
     from megarl.learn.batching import MicroBatching, of_demonstrations
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import Model, TrainedModel
     from megarl.learn.training.schedule import Head
@@ -74,7 +74,7 @@ def measure(rank: int, model: str, folder: str, rounds: int, tasks: int) -> dict
 
     writer.of_process()  # as a job does, before there are models
     parallel = ParallelConfig(tp=2)
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     from megarl.weights.checkpoint.formats import hf
 
     hf_config, micro_batching, head = hf.read_hf_config(Path(model)), MicroBatching(dp=1, max_tokens=8192), Head(128)

@@ -218,11 +218,11 @@ def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) 
     from megarl.config.algorithms import AnyAlgorithmConfig, KLConfig
     from megarl.config.job import SyncConfig
     from megarl.config.schema import Config, ParallelConfig, TrainerConfig
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.train.rank.state import TrainState
 
     torch.set_num_threads(1)
-    groups.initialize(ParallelConfig(dp=ranks), seed=0)
+    process_groups.initialize(ParallelConfig(dp=ranks), seed=0)
     pipeline.get_forward_backward_func = lambda: schedule
     kl = KLConfig(0.01, "k1", "reward", target=0.1) if algorithm == "ppo" else KLConfig(0.01, "k3", "loss", target=0.1)
     config = Config(

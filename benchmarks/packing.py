@@ -57,12 +57,12 @@ def fill() -> list[str]:
 
 def one_rank(parallel: ParallelConfig) -> None:
     """Make this process the only rank of a grid."""
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
 
 
 def actor(path: Path, longest: int) -> Any:

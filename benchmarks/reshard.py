@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.engines.sync.memory import HostMemory, memory_file
+from megarl.engines.sync.bucket_memory import HostMemory, memory_file
 from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
 from megarl.weights.architectures import architecture
 from megarl.weights.reshard import boxes, execute

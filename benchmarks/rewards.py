@@ -25,7 +25,7 @@ import page
 from megarl.config.rewards import RewardConfig
 from megarl.core.schema import Task
 from megarl.rewards import RewardPool
-from megarl.rewards.router import scorer_for
+from megarl.rewards.routes import scorer_for
 
 ROOT = Path(__file__).parent.parent
 CASES = ROOT / "tests" / "unit" / "cases"

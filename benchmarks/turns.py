@@ -83,7 +83,7 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
     from megarl.learn import algorithms
     from megarl.learn.batching import Sequences
     from megarl.learn.memory.phases import Phase, Place
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
@@ -93,7 +93,7 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
 
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29631", OMP_NUM_THREADS="1")
     parallel, trainer = ParallelConfig(), TrainerConfig(offload=offload)
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     scratch = FromScratchConfig(**LARGE)
     hf_config = {
         **{name: getattr(scratch, name) for name in scratch.__dataclass_fields__},

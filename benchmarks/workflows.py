@@ -28,7 +28,7 @@ import page
 
 from megarl.buffer.store import Selection
 from megarl.core.schema import Task
-from megarl.run.data.opened import stored_run
+from megarl.run.data.open_run import stored_run
 from megarl.run.data.trained_tokens import count_trained
 from megarl.run.report.svg import Markers, line_chart
 from megarl.tasks.rows import write_rows

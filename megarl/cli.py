@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.processes.collector import uncollected
+from megarl.run import starter
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
 from megarl.weights.checkpoint.convert.command import add_arguments
@@ -78,6 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)"
     )
     train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
+    starter.add_arguments(add("init", starter.DESCRIPTION))
     bench = add(
         "bench",
         "Measure models on the held-out tasks: accuracy, pass@k, majority@k with confidence intervals, side by side on "
@@ -293,6 +295,11 @@ def _train(arguments: argparse.Namespace) -> int:
     return _check_job(config, arguments) if arguments.check else _run_job(config)
 
 
+def _init(arguments: argparse.Namespace) -> int:
+    starter.run(arguments)
+    return 0
+
+
 def _bench(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
     from megarl.run.process.forkserver import ForkServers
@@ -354,7 +361,7 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
 
     with uncollected():
         from megarl.run.checks.job import check, check_sizes
-        from megarl.run.nodes import devices
+        from megarl.run.nodes import gpu_state
         from megarl.run.nodes.fit import planned
         from megarl.run.nodes.plan import NodeInfo
         from megarl.run.run_dir.dry_run import no_bytecode
@@ -362,7 +369,7 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
     nodes = 1 if arguments.nodes is None else arguments.nodes
     if nodes < 1:
         raise ConfigError(f"--nodes={nodes}: a job has one or more")
-    gpus = len(devices.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
+    gpus = len(gpu_state.visible()) if arguments.gpus_per_node is None else arguments.gpus_per_node
     with no_bytecode():
         elsewhere, verbose = arguments.gpus_per_node is not None, arguments.verbose
         check(config, nodes=nodes, dry=True, elsewhere=elsewhere, verbose=verbose)
@@ -463,7 +470,7 @@ def _offer(arguments: argparse.Namespace) -> int:
 
     from megarl.core.errors import ConfigError
     from megarl.rewards.pool.host import serve
-    from megarl.rewards.pool.output import PrintedOutput
+    from megarl.rewards.pool.printed_output import PrintedOutput
 
     key = os.environ.get("MEGARL_JOB_KEY", "")
 
@@ -491,7 +498,7 @@ def _config(arguments: argparse.Namespace) -> int:
     import json
 
     from megarl.config import compose, to_dict
-    from megarl.config.reference import changed, reference
+    from megarl.config.settings_page import changed, reference
 
     if arguments.reference:
         sys.stdout.write(reference())
@@ -506,6 +513,7 @@ def _config(arguments: argparse.Namespace) -> int:
 
 COMMANDS = {
     "train": _train,
+    "init": _init,
     "bench": _bench,
     "explore": _explore,
     "scale": _scale,

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 from megarl.core.errors import EngineError
 from megarl.core.jobs import TRAIN
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client.choice import EngineChoice
 from megarl.engines.client.control import EngineControl
+from megarl.engines.client.engine_choice import EngineChoice
 from megarl.engines.fleet import BASE, EngineRow, EngineStatus, Fleet, Key, ProvenWeights
 
 

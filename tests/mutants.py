@@ -84,7 +84,7 @@ MUTANTS = (
     Mutant("the KL's coefficient runs away", "learn/algorithms/terms/kl.py", "kl / config.target - 1.0",
            "1.0 - kl / config.target", "unit/test_algorithms_estimates.py unit/test_algorithms.py"),
     # weights
-    Mutant("other weights under the same version", "train/sync/published.py", "self._last[0] != version", "True",
+    Mutant("other weights under the same version", "train/sync/last_published.py", "self._last[0] != version", "True",
            "unit/test_weight_sync.py"),
     Mutant("digests of a channel are not counted", "weights/reshard/execute.py",
            "(digests[key] + self.known[_key(slice_)]) % _MODULUS", "digests[key]", "unit/test_reshard_execute.py"),

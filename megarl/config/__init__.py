@@ -18,9 +18,9 @@ FACE = (
     "load",
     "lora",
     "overrides",
-    "reference",
     "rewards",
     "schema",
+    "settings_page",
     "taskset",
     "validate",
 )

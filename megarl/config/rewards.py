@@ -109,7 +109,7 @@ class RewardConfig:
     """A Python file with verl's ``compute_score``; None uses ``megarl.rewards.compute_score``."""
     routes: dict[str, str] = field(default_factory=dict)
     """Prefix of ``data_source`` -> family of verifiers, or family/subtype, before megarl's own
-    (``megarl.rewards.router``), e.g. {my_set: math, my_images: vision/count}."""
+    (``megarl.rewards.routes``), e.g. {my_set: math, my_images: vision/count}."""
     weight: RewardWeight = 1.0
     """Weight of the verifier's score in the sum of all parts."""
     workers: Annotated[int, Bound(1, 1024)] = 1

@@ -7,17 +7,17 @@ and ``fleet`` need no torch.
 FACE = (
     "client.addresses",
     "client.auth",
-    "client.choice",
     "client.client",
     "client.control",
+    "client.engine_choice",
     "client.frames",
     "client.gather",
     "client.leftovers",
     "client.names",
     "client.probe",
     "fleet",
+    "sync.bucket_memory",
     "sync.link",
-    "sync.memory",
     "sync.shared",
 )
 """Modules that other packages may import."""

@@ -8,7 +8,7 @@ FACE = (
     "bench.driver",
     "environments",
     "explorer.explorer",
-    "explorer.share",
+    "explorer.explorer_share",
     "recording.images",
     "workflows",
 )

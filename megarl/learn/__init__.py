@@ -6,8 +6,8 @@ Code here works on tensors and Megatron-Core. It knows no store, no engine and n
 FACE = (
     "algorithms",
     "algorithms.terms.kl",
-    "algorithms.terms.parts",
     "algorithms.terms.reduction",
+    "algorithms.terms.token_parts",
     "batching",
     "batching.images",
     "batching.sequences",
@@ -20,7 +20,7 @@ FACE = (
     "models.recompute",
     "models.specs",
     "parallel.grid",
-    "parallel.groups",
+    "parallel.process_groups",
     "training.adapters",
     "training.model",
     "training.objectives",

@@ -5,7 +5,7 @@ score; it never executes either of them outside of the sandbox.
 """
 
 from megarl.rewards.pool.pool import RewardPool, Verdict
-from megarl.rewards.router import compute_score
+from megarl.rewards.routes import compute_score
 
 __all__ = ["RewardPool", "Verdict", "compute_score"]
 
@@ -15,11 +15,11 @@ FACE = (
     "judge.judge",
     "pool.child",
     "pool.host",
-    "pool.output",
     "pool.pool",
+    "pool.printed_output",
     "pool.process",
     "pool.tally",
-    "router",
+    "routes",
     "school.verifier",
     "shape",
     "verdict",

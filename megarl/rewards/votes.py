@@ -14,7 +14,7 @@ from megarl.core.schema import Task
 from megarl.rewards import procedural
 from megarl.rewards.answer.grammar import extract
 from megarl.rewards.answer.normalize import clean
-from megarl.rewards.router import route
+from megarl.rewards.routes import route
 
 MAX_VOTE = 200
 """Characters of an answer that are looked at."""

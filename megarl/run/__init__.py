@@ -13,13 +13,14 @@ FACE = (
     "launch.scale",
     "launch.store",
     "launch.sweep",
-    "nodes.devices",
     "nodes.fit",
+    "nodes.gpu_state",
     "nodes.plan",
     "process.forkserver",
     "process.interrupt",
     "report.doctor",
     "report.html",
     "run_dir.dry_run",
+    "starter",
 )
 """Modules that other packages may import."""

@@ -3,5 +3,5 @@
 Code here imports ``core`` alone. Text of a policy, a row or a client runs nowhere else.
 """
 
-FACE = ("box", "bubblewrap", "client", "host", "interface", "local", "names", "proven", "seccomp", "service")
+FACE = ("box", "bubblewrap", "client", "host", "interface", "local", "name_owners", "proven", "seccomp", "service")
 """Modules that other packages may import."""

@@ -20,7 +20,7 @@ from megarl.core.text import without_surrogates
 from megarl.sandbox.box import GRACE_S, Box, Outer, Zygote
 from megarl.sandbox.host import Host
 from megarl.sandbox.interface import CheckResult, Checks, Limits, Result, Test
-from megarl.sandbox.names import owners
+from megarl.sandbox.name_owners import owners
 
 SLACK_S = 0.5
 """Seconds left to the tests' own process to report that the time of all is over, and to the program's to outlive it."""

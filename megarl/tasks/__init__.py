@@ -5,12 +5,12 @@ Code here reads files of users and turns them into token ids. It imports no torc
 
 from megarl.tasks.bad_rows import Faults, record, recorded
 from megarl.tasks.columns import Kind
-from megarl.tasks.files import place_of, read_recipe
 from megarl.tasks.generators.entries import Entry, Generator
 from megarl.tasks.generators.generate import GENERATORS, generate, recipe
 from megarl.tasks.images.rows import chat_messages
 from megarl.tasks.preferences import read_preferences, write_preferences
-from megarl.tasks.process import difficulty_of, processed, with_templates
+from megarl.tasks.processing import difficulty_of, processed, with_templates
+from megarl.tasks.row_files import place_of, read_recipe
 from megarl.tasks.rows import read_rows, write_rows
 from megarl.tasks.sources import place_of_row, read_tasks, single_file, source_of, sources_of
 from megarl.tasks.templates.tokenizer import (
@@ -60,19 +60,19 @@ __all__ = [
 FACE = (
     "bad_rows",
     "columns",
-    "files",
     "harbor",
     "images.inline",
     "images.pixels",
     "images.processor",
     "images.rows",
-    "process",
+    "processing",
+    "row_files",
     "rows",
     "templates.template",
     "templates.tokenizer",
     "templates.turns",
     "tools",
     "tools.functions",
-    "tools.session",
+    "tools.python_session",
 )
 """Modules that other packages may import."""

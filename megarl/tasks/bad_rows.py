@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from megarl.config.taskset import TasksetConfig
 from megarl.core.durable import whole
 from megarl.core.errors import DataError
-from megarl.tasks.files import RowLocation
+from megarl.tasks.row_files import RowLocation
 
 FILE = "bad_rows.json"
 FIX = "fix the row, or leave out all such rows (taskset.bad_rows=drop)"

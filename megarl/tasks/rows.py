@@ -18,9 +18,9 @@ from typing import Any
 from megarl.core.schema import Message, Task
 from megarl.tasks.bad_rows import Faults, sound_rows
 from megarl.tasks.columns import SLIME, check_required, in_verl_form
-from megarl.tasks.files import RowLocation, json_struct, read_table, source_of, text_of, write_table
 from megarl.tasks.harbor import read_folders
 from megarl.tasks.images.rows import columns_of, images_of, with_messages, with_text
+from megarl.tasks.row_files import RowLocation, json_struct, read_table, source_of, text_of, write_table
 from megarl.tasks.templates import forms
 from megarl.tasks.templates.messages import (
     ASKING,

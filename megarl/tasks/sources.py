@@ -11,7 +11,7 @@ from megarl.config.taskset import SourceConfig, TasksetConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import Preference, Task
 from megarl.tasks.bad_rows import Faults
-from megarl.tasks.files import place_of
+from megarl.tasks.row_files import place_of
 from megarl.tasks.rows import read_rows
 
 

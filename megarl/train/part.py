@@ -22,8 +22,8 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.rollout.reading import RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait
+from megarl.train.sync.last_published import SentWeights
 from megarl.train.sync.publish import WeightPublisher
-from megarl.train.sync.published import SentWeights
 from megarl.train.sync.weights import WeightSync
 
 Metrics = dict[str, float]

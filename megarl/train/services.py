@@ -7,7 +7,7 @@ import os
 from megarl.engines.client.auth import KEY_VARIABLE
 from megarl.learn import algorithms
 from megarl.train.loop.rank import TrainerRank
-from megarl.train.loop.waiting import ReplacedEngines, RolloutWaiter, WrittenCheckpoints
+from megarl.train.loop.rollout_waiting import ReplacedEngines, RolloutWaiter, WrittenCheckpoints
 from megarl.train.part import Services
 from megarl.train.rollout.evaluation import Evaluates, Evaluation
 from megarl.train.rollout.meanwhile import EvaluationMeanwhile
@@ -15,9 +15,9 @@ from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.files import FilePublisher
+from megarl.train.sync.last_published import outlives_update
 from megarl.train.sync.look import EngineLook
 from megarl.train.sync.publish import WeightPublisher
-from megarl.train.sync.published import outlives_update
 from megarl.train.sync.weights import WeightSync
 
 

@@ -18,7 +18,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.rollout.awaited import Published
 from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.services import services_of
-from megarl.train.sync.published import SentWeights
+from megarl.train.sync.last_published import SentWeights
 from megarl.train.update.gap import engine_gap
 
 

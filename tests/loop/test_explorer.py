@@ -26,8 +26,8 @@ from megarl.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, 
 from megarl.core.errors import EngineError, RequestRefused
 from megarl.core.processes import heartbeat
 from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
-from megarl.engines.client.choice import EngineChoice
 from megarl.engines.client.client import Prompt, Sampling
+from megarl.engines.client.engine_choice import EngineChoice
 from megarl.engines.client.frames import Completion, VersionSpan, encode
 from megarl.explore.explorer.clocks import RolloutClock
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer

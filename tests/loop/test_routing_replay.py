@@ -148,14 +148,14 @@ def on_grid(
     that choose otherwise; and errors of trainer and engine against ``exact``, float64 of all responses."""
     from megarl.learn import algorithms
     from megarl.learn.batching import of_samples
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
     from tests.parallel.families import VOCAB
 
-    groups.initialize(grid, seed=1)
+    process_groups.initialize(grid, seed=1)
     micro_batching = micro_batching_for(grid, TrainerConfig(max_tokens_per_micro_batch=256))
     hf_config = hf.read_hf_config(Path(path))
     actor = TrainedModel(hf_config, ModelConfig(path=path), grid, Head(VOCAB), micro_batching, OptimizerConfig())

@@ -22,7 +22,7 @@ from megarl.engines.client.client import EngineClient, Prompt, Sampling
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.learn import algorithms
 from megarl.rewards import Verdict
-from megarl.train.loop.waiting import RolloutWaiter
+from megarl.train.loop.rollout_waiting import RolloutWaiter
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState

@@ -36,11 +36,11 @@ PRELOAD = [
     "megarl.learn.models.attention",
     "megarl.learn.models.head",
     "megarl.learn.models.value_head",
-    "megarl.learn.parallel.groups",
+    "megarl.learn.parallel.process_groups",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
     "megatron.core.models.gpt.gpt_layer_specs",
     "psutil",
-    "megarl.learn.models.experts.router",
+    "megarl.learn.models.experts.balanced_router",
     "hypothesis",
     "pytest",
 ]

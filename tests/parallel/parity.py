@@ -429,7 +429,7 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
     from megarl.core.metrics import mean_of_sums
     from megarl.learn import algorithms
     from megarl.learn.models.gpt import unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.parallel.grid import megatron_grid
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel, micro_batching_for
@@ -440,7 +440,7 @@ def on_grid(rank: int, root: str, cells: list[Cell], backend: Literal["gloo", "n
     found = {}
     for grid in dict.fromkeys(cell.grid for cell in cells):
         parallel = replace(ALL_GRIDS[grid], backend=backend)
-        groups.initialize(parallel, seed=1)
+        process_groups.initialize(parallel, seed=1)
         for model, recompute in dict.fromkeys((c.model, c.recompute) for c in cells if c.grid == grid):
             path = folder_of(Path(root), model)
             hf_config = hf.read_hf_config(path)

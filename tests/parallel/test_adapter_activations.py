@@ -26,7 +26,7 @@ def kept_bytes(rank: int, folder: str) -> list[dict[str, int]]:
 
     from megarl.config.algorithms import AlgorithmConfig
     from megarl.learn import algorithms
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
@@ -35,7 +35,7 @@ def kept_bytes(rank: int, folder: str) -> list[dict[str, int]]:
 
     found = []
     for family, parallel in CASES:
-        groups.initialize(parallel, seed=1)
+        process_groups.initialize(parallel, seed=1)
         of_case = {}
         for kind, lora in KINDS.items():
             path = Path(folder) / family

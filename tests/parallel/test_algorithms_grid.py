@@ -59,14 +59,14 @@ def update(
     from megarl.core.metrics import mean_of_sums
     from megarl.learn import algorithms
     from megarl.learn.batching import MicroBatching
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout
 
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
     optimizer = OptimizerConfig(lr=0.0, weight_decay=0.0, clip_grad=1e9)
     micro_batching = MicroBatching(dp=parallel.dp, rows=micro)

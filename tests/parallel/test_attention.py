@@ -229,7 +229,7 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> dict[Case, tuple[floa
     from megatron.core import parallel_state
 
     from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.parallel.grid import megatron_grid
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.reshard.layouts import megatron_layout
@@ -237,7 +237,7 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> dict[Case, tuple[floa
     found = {}
     for grid in dict.fromkeys(case.grid for case in cases):
         parallel = GRIDS[grid]
-        position = groups.initialize(parallel, seed=1)
+        position = process_groups.initialize(parallel, seed=1)
         for case in (c for c in cases if c.grid == grid):
             path = Path(folder) / case.model
             expected = torch.load(path / "expected.pt")
@@ -332,10 +332,10 @@ def neighbours(rank: int, path: str) -> list[bool]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megarl.learn.models.attention import CoreAttention
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from tests.parallel.test_families import build_and_load
 
-    groups.initialize(ParallelConfig(), seed=1)
+    process_groups.initialize(ParallelConfig(), seed=1)
     (stage,), _, _ = build_and_load(Path(path), ParallelConfig(), rank)
     g = torch.Generator().manual_seed(0)
     total, changed = sum(LENGTHS), slice(LENGTHS[0], LENGTHS[0] + LENGTHS[1])
@@ -381,9 +381,9 @@ def attention_alone(rank: int, has_more: bool) -> list[float]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megarl.learn.models.attention import CoreAttention
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
-    groups.initialize(ParallelConfig(cp=2), seed=1)
+    process_groups.initialize(ParallelConfig(cp=2), seed=1)
     config = TransformerConfig(
         num_layers=1, hidden_size=48, num_attention_heads=6, attention_dropout=0.0, context_parallel_size=2,
         use_cpu_initialization=True, **({"window_size": (4, 0), "softmax_type": "learnable"} if has_more else {}),
@@ -434,10 +434,10 @@ def test_the_attention_alone_under_context_parallelism(has_more: bool) -> None:
 def passes(rank: int, path: str) -> dict[str, tuple[int, int]]:
     """model.recompute -> how often attention and the linear after it run per layer in one forward and backward."""
     from megarl.learn.models.gpt import build_chunks
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.weights.checkpoint.formats import hf
 
-    groups.initialize(ParallelConfig(), seed=1)
+    process_groups.initialize(ParallelConfig(), seed=1)
     found = {}
     for recompute in ("none", "selective", "full"):
         model = ModelConfig(path=path, recompute=recompute)  # type: ignore[arg-type]
@@ -468,11 +468,11 @@ def on_a_gpu(rank: int, path: str) -> dict[str, list[float]]:
     from megarl.learn.models.attention import CoreAttention, layout_of
     from megarl.learn.models.attention_layout import LONG
     from megarl.learn.models.gpt import transformer_config
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.weights.checkpoint.formats import hf
 
     parallel = ParallelConfig(backend="nccl")
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     config = transformer_config(hf.read_hf_config(Path(path)), ModelConfig(path=path, dtype="bfloat16"), parallel)
     core = CoreAttention(config, 1, AttnMaskType.causal, "self")
     short = [1000, 1, 77, 513, 2]
@@ -535,11 +535,11 @@ def host_reads(rank: int, paths: list[str], parallel: ParallelConfig) -> list[tu
     """Of each model: its layers, and the tensors whose values Python asks for in a packed forward pass."""
     from megarl.learn.models.attention_layout import on_device
     from megarl.learn.models.gpt import build_chunks
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.schedule import packed_params_of
     from megarl.weights.checkpoint.formats import hf
 
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     found = []
     for path in paths:
         hf_config = hf.read_hf_config(Path(path))

@@ -52,11 +52,11 @@ def load_on_grids(rank: int, folder: str, cases: list[tuple[str, str, str]]) -> 
     from megatron.core import dist_checkpointing, parallel_state
 
     from megarl.learn.models.gpt import unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     wrong = []
     for grid in dict.fromkeys(grid for _, grid, _ in cases):
-        groups.initialize(ALL_GRIDS[grid], seed=1)
+        process_groups.initialize(ALL_GRIDS[grid], seed=1)
         for family, _, cut in (case for case in cases if case[1] == grid):
             chunks, tensors, _ = build_and_load(Path(folder) / family, ALL_GRIDS[grid], rank)
             expected = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -78,10 +78,10 @@ def save_on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> None:
     from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     for family, grid in cases:
-        groups.initialize(ALL_GRIDS[grid], seed=1)
+        process_groups.initialize(ALL_GRIDS[grid], seed=1)
         chunks, _, _ = build_and_load(Path(folder) / family, ALL_GRIDS[grid], rank)
         target = Path(folder) / f"{family}-saved-{grid}" / "actor"
         if rank == 0:
@@ -152,10 +152,10 @@ def load_value_head(rank: int, hf: str, meg: str) -> torch.Tensor | None:
 
     from megarl.config.schema import ModelConfig
     from megarl.learn.models.gpt import build_chunks, unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     parallel = ALL_GRIDS["tp2pp2"]
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     (stage,) = build_chunks(read_hf_config(Path(hf)), ModelConfig(path=hf, dtype="float32"), parallel, "score")
     model: Any = unwrap(stage)
     loaded = dist_checkpointing.load(sharded([stage]), meg)
@@ -185,14 +185,14 @@ def load_mtp(rank: int, hf: str, meg: str) -> list[str]:
 
     from megarl.config.schema import ModelConfig
     from megarl.learn.models import gpt, norms, specs
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.parallel.grid import megatron_grid
     from megarl.weights.architectures import architecture, megatron_config
     from megarl.weights.checkpoint.formats.hf import load_into
     from megarl.weights.reshard.layouts import megatron_layout
 
     parallel = ALL_GRIDS["pp2"]
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     config, model = read_hf_config(Path(hf)), ModelConfig(path=hf, dtype="float32")
     kwargs = megatron_config.transformer_kwargs
     gpt.transformer_kwargs = lambda *a: kwargs(*a) | {"mtp_num_layers": 1}  # type: ignore[attr-defined]

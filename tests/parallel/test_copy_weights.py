@@ -62,9 +62,9 @@ LEFT_OUT = {
 
 
 def join_world() -> None:
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
-    groups.initialize(DP2, seed=1)
+    process_groups.initialize(DP2, seed=1)
 
 
 def local_tensors(
@@ -227,13 +227,13 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(folder: Path) -
 def critic_of_actor(rank: int, folder: str) -> tuple[float, float, list[str]]:
     """A critic whose weights come from the actor's memory, and one whose weights come from the actor's files, learn
     alike."""
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from tests.parallel.trainee import Trainee
 
     path = Path(folder) / "qwen3"
-    groups.initialize(TP2, seed=1)
+    process_groups.initialize(TP2, seed=1)
     actor = Trainee(path, TP2, "lm")
-    grid = groups.Grid(DP2, seed=1)
+    grid = process_groups.Grid(DP2, seed=1)
     with grid.active():
         critic, other = Trainee(path, DP2, "score", score="zeros"), Trainee(path, DP2, "score", score="zeros")
     for name, tensor in critic.tensors.items():

@@ -146,13 +146,13 @@ def on_grids(
     """Runs in each rank: (grid, replayed, one of ``MODELS``) -> ``Found``; without DeepEP where experts are whole."""
     from megatron.core import parallel_state
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     use_twins()
     found = {}
     for grid, family in cells:
         parallel = GRIDS[grid]
-        groups.initialize(parallel, seed=1)
+        process_groups.initialize(parallel, seed=1)
         for replayed in (False, True):
             for kind in kinds if parallel.ep > 1 else [kind for kind in kinds if kind != "deepep"]:
                 found[grid, replayed, kind] = update(Path(root) / family, parallel, MODELS[kind], replayed=replayed)
@@ -207,12 +207,12 @@ def routed(rank: int, path: str) -> dict[str, tuple[float, float]]:
     """Runs in one rank: of a bfloat16 model's first router, against float64 of what comes in: mean error of the weights
     of the experts that it chose; share of the tokens for which it chose others."""
     from megarl.learn.batching import MicroBatching
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.model import Model
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
 
-    groups.initialize(ParallelConfig(), seed=1)
+    process_groups.initialize(ParallelConfig(), seed=1)
     found = {}
     for kind in BFLOAT16:
         settings = replace(MODELS[kind], path=path, router=RouterConfig())
@@ -260,10 +260,10 @@ def test_the_settings_are_megatrons(family: str, checkpoints: str) -> None:
 
 def on_cards(rank: int, path: str) -> tuple[float, float]:
     """Runs in each of two ranks with GPUs: distance of DeepEP's update from that of the all-to-all."""
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     parallel = ParallelConfig(dp=2, ep=2, backend="nccl")
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     model = MODELS["bfloat16, float32 routers"]
     models = model, replace(model, moe_dispatcher="deepep")
     alltoall, deepep = (update(Path(path), parallel, each, replayed=True) for each in models)

@@ -168,7 +168,7 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.reshard.layouts import hf_layout
     from megarl.weights.reshard.plan import build_plan
@@ -176,7 +176,7 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
     found: dict[tuple[str, str], float | None] = {}
     for grid in dict.fromkeys(grid for _, grid in cases):
         parallel = ALL_GRIDS[grid]
-        position = groups.initialize(parallel, seed=1)
+        position = process_groups.initialize(parallel, seed=1)
         for family in (f for f, g in cases if g == grid):
             path = Path(folder) / family
             expected = torch.load(path / "logits.pt")
@@ -293,10 +293,10 @@ def test_gradients_equal_transformers(folder: Path, differences: Differences, fa
 def without_point(rank: int, path: str, parallel: ParallelConfig, point: str) -> None:
     from megatron.core import parallel_state
 
-    from megarl.learn.parallel import cpu, groups
+    from megarl.learn.parallel import cpu, process_groups
 
     cpu.POINTS = tuple(p for p in cpu.POINTS if p.__name__ != point)
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     chunks, _, _ = build_and_load(Path(path), parallel, rank)
     tokens = torch.arange(48).reshape(2, 24)
     forward(chunks, tokens, torch.arange(2), parallel_state.get_tensor_model_parallel_group())
@@ -319,9 +319,9 @@ def test_each_point_for_experts_is_needed(folder: Path, point: str) -> None:
 
 
 def router_bias(rank: int, path: str) -> dict[str, torch.Tensor]:
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
-    groups.initialize(ParallelConfig(), seed=1)
+    process_groups.initialize(ParallelConfig(), seed=1)
     _, tensors, _ = build_and_load(Path(path), ParallelConfig(), rank, "bfloat16")
     return {n: t for n, t in tensors.items() if "expert_bias" in n or "router.weight" in n}
 

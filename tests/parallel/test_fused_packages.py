@@ -193,13 +193,13 @@ def logits_and_gradients(rank: int, path: str) -> list[tuple[torch.Tensor, dict[
     from megatron.core.packed_seq_params import PackedSeqParams
 
     from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.parallel.grid import megatron_grid
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.reshard.layouts import hf_layout, megatron_layout
     from megarl.weights.reshard.plan import build_plan
 
-    groups.initialize(NCCL, seed=1)
+    process_groups.initialize(NCCL, seed=1)
     hf_config = hf.read_hf_config(Path(path))
     tokens = torch.randint(2, VOCAB, (3, 32), generator=torch.Generator().manual_seed(0)).cuda()
     cu = torch.tensor([0, 32, 64, 96], dtype=torch.int32).cuda()

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.schema import ParallelConfig
-from megarl.learn.parallel import groups
+from megarl.learn.parallel import process_groups
 from tests.parallel.grid import run_grid
 
 
@@ -28,7 +28,7 @@ def test_a_rank_that_hangs_shows_its_stack() -> None:
 
 def threads_of_gloo(rank: int) -> tuple[int, float]:
     """Threads that receive for process groups, and the sum of the ranks over a group that was made last."""
-    groups.initialize(ParallelConfig(tp=2), seed=1)
+    process_groups.initialize(ParallelConfig(tp=2), seed=1)
     total = torch.tensor(float(rank + 1))
     dist.all_reduce(total, group=dist.new_group([0, 1]))
     names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]

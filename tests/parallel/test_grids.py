@@ -41,25 +41,28 @@ def result(trainee: Any, seed: int) -> dict[str, Any]:
 
 
 def alone(rank: int, path: str, parallel: ParallelConfig, role: str) -> list[dict[str, Any]]:
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from tests.parallel.trainee import Trainee
 
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     trainee = Trainee(Path(path), parallel, "lm" if role == "actor" else "score", score="zeros")
     return [result(trainee, seed) for seed in range(STEPS)]
 
 
 def together(rank: int, path: str, grids: tuple[ParallelConfig, ...]) -> list[list[dict[str, Any]]]:
     """The first is the actor on the grid that ``initialize`` made; critics on the others take turns with it."""
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from tests.parallel.trainee import Trainee
 
-    assert groups.initialize(grids[0], seed=1) == groups.position()
-    made = [groups.Grid.initialized(grids[0]), *(groups.Grid(parallel, seed=1) for parallel in grids[1:])]
+    assert process_groups.initialize(grids[0], seed=1) == process_groups.position()
+    made = [
+        process_groups.Grid.initialized(grids[0]),
+        *(process_groups.Grid(parallel, seed=1) for parallel in grids[1:]),
+    ]
     trainees = []
     for number, grid in enumerate(made):
         with grid.active() as position:
-            assert position == groups.position()
+            assert position == process_groups.position()
             trainees.append(Trainee(Path(path), grid.parallel, "score" if number else "lm", score="zeros"))
     found: list[list[dict[str, Any]]] = [[] for _ in made]
     for seed in range(STEPS):
@@ -101,9 +104,9 @@ def nesting(rank: int) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel import random as tracker
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
-    first = groups.initialize(TP2, seed=1)
+    first = process_groups.initialize(TP2, seed=1)
 
     def state() -> tuple[Any, ...]:
         names = [name for name in vars(parallel_state) if name.isupper() and name != "_GLOBAL_MEMORY_BUFFER"]
@@ -114,9 +117,9 @@ def nesting(rank: int) -> None:
         )
 
     before = state()
-    dp2, pp2 = groups.Grid(DP2, seed=2), groups.Grid(PP2, seed=3)
-    tp2 = groups.Grid.initialized(TP2)
-    assert state() == before and groups.position() == first == tp2.position
+    dp2, pp2 = process_groups.Grid(DP2, seed=2), process_groups.Grid(PP2, seed=3)
+    tp2 = process_groups.Grid.initialized(TP2)
+    assert state() == before and process_groups.position() == first == tp2.position
     assert (dp2.position.dp_rank, dp2.position.tp_rank) == (rank, 0)
     assert (pp2.position.pp_rank, pp2.position.is_first_stage, pp2.position.is_last_stage) == (
         rank,
@@ -155,11 +158,11 @@ def unmade(rank: int) -> tuple[str, bool]:
     """A grid that cannot be made leaves the one before it in place."""
     from megatron.core import parallel_state
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
-    groups.initialize(TP2, seed=1)
+    process_groups.initialize(TP2, seed=1)
     try:
-        groups.Grid(ParallelConfig(tp=2, dp=2), seed=1)
+        process_groups.Grid(ParallelConfig(tp=2, dp=2), seed=1)
     except ValueError as error:
         return str(error), parallel_state.get_tensor_model_parallel_world_size() == 2
     return "", False

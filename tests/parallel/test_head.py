@@ -128,7 +128,7 @@ def three_ways(
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megarl.learn.models.gpt import unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.schedule import Head, run
     from tests.unit.test_ops_linear import allocations
 
@@ -143,7 +143,7 @@ def three_ways(
 
     for grid in dict.fromkeys(grid for grid, *_ in cases):
         parallel = GRIDS[grid]
-        groups.initialize(parallel, seed=1)
+        process_groups.initialize(parallel, seed=1)
         columns = 2048 // parallel.tp
         logits = asked(batches[0], sequences) * columns
         for case in (case for case in cases if case[0] == grid):
@@ -274,14 +274,14 @@ def float32_heads(rank: int, folder: str, grids: list[str]) -> list[list[tuple[A
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megarl.learn.models.gpt import unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.schedule import Head, run
 
     sequences, batches, on_logp, _ = two_micro_batches()
     found = []
     for grid in grids:
         parallel = GRIDS[grid]
-        groups.initialize(parallel, seed=1)
+        process_groups.initialize(parallel, seed=1)
         (stage,), _, _ = build_and_load(Path(folder) / "untied", parallel, rank, "bfloat16")
         config: Any = unwrap(stage).config
         model = DistributedDataParallel(config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), stage)
@@ -343,11 +343,11 @@ def test_a_float32_head_of_a_bfloat16_model_is_exact(folder: str, world: int) ->
 
 def interleaved(rank: int, folder: str) -> list[torch.Tensor]:
     """Runs in each rank: [logits first, asked] answers of two micro-batches through two chunks a stage."""
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.schedule import Head, run
 
     parallel = ParallelConfig(pp=2, vpp=2)
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     chunks, _, _ = build_and_load(Path(folder) / "untied", parallel, rank)
     sequences, batches, _, _ = two_micro_batches()
     results = []
@@ -379,10 +379,10 @@ def test_only_the_last_chunk_answers_in_an_interleaved_schedule(folder: str) -> 
 
 
 def refused(rank: int, folder: str) -> str:
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.schedule import Head, run
 
-    groups.initialize(ParallelConfig(), seed=1)
+    process_groups.initialize(ParallelConfig(), seed=1)
     (stage,), _, _ = build_and_load(Path(folder) / "untied", ParallelConfig(), rank)
     sequences, batches, _, _ = two_micro_batches()
     with pytest.raises(ValueError, match="logits_bytes=8191 does not hold one row of 2048 logits") as raised:
@@ -399,10 +399,10 @@ def test_a_budget_that_is_too_small_is_named(folder: str) -> None:
 def nothing_asked(rank: int, folder: str) -> tuple[torch.Tensor, float]:
     """Outputs of a micro-batch without a position in the loss, and the largest entry of its gradients."""
     from megarl.learn.models.head import Request, requesting
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     parallel = ParallelConfig(tp=2, sequence_parallel=True)
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     (stage,), _, _ = build_and_load(Path(folder) / "untied", parallel, rank)
     sequences, batches, _, _ = two_micro_batches()
     tokens = batches[0].take(sequences.tokens)
@@ -429,9 +429,9 @@ WAYS: dict[str, tuple[Any, int | None]] = {
 def train(rank: int, path: str, parallel: ParallelConfig) -> dict[str, dict[str, list[float]]]:
     """Runs in each rank, in each way: loss and gradient norm of 20 supervised steps, and of 20 GRPO steps on one
     batch."""
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     return {way: train_in(rank, path, parallel, *how) for way, how in WAYS.items()}
 
 

@@ -19,7 +19,7 @@ from megarl.run.launch.subjects import subject_of
 from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
 from megarl.weights.checkpoint.convert.adapters import merge_adapter
 from megarl.weights.checkpoint.convert.convert import Settings
-from megarl.weights.checkpoint.convert.opened import open_checkpoint
+from megarl.weights.checkpoint.convert.open_checkpoint import open_checkpoint
 from megarl.weights.checkpoint.formats import peft
 from tests.parallel.batches import random_sequences
 from tests.parallel.families import save
@@ -38,12 +38,12 @@ STATES = tuple(f"optimizer.state.{name}." for name in ("param", "exp_avg", "exp_
 def make_actor(path: Path, parallel: ParallelConfig, lora: LoraConfig = LORA, vocab: int = VOCAB) -> Any:
     """An actor with the adapter that lies beside its model."""
     from megarl.learn.batching import MicroBatching
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.model import TrainedModel
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
 
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     rows = MicroBatching(dp=parallel.dp, rows=2, multiple=parallel.tp, chunks=parallel.pp if parallel.vpp > 1 else 1)
     model = ModelConfig(path=str(path), lora=lora)
     config = hf.read_hf_config(path)

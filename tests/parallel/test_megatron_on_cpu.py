@@ -18,14 +18,14 @@ from tests.parallel.models import VOCAB, save_tiny_qwen3
 
 def make_actor(path: str, parallel: ParallelConfig, dtype: str = "float32") -> Any:
     from megarl.learn.batching import MicroBatching
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.parallel.grid import megatron_grid
     from megarl.learn.training.model import TrainedModel
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.reshard.layouts import megatron_layout
 
-    position = groups.initialize(parallel, seed=1)
+    position = process_groups.initialize(parallel, seed=1)
     hf_config = hf.read_hf_config(Path(path))
     layout = megatron_layout(hf_config, megatron_grid(parallel))
     micro_batching = MicroBatching(dp=parallel.dp, rows=2)
@@ -122,10 +122,10 @@ def recompute(rank: int, folder: str) -> tuple[list[float], list[str]]:
     """Gradient through an output that was discarded, and what was built to compute it."""
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     os.environ["TORCH_EXTENSIONS_DIR"] = folder
-    groups.initialize(ParallelConfig(), seed=1)
+    process_groups.initialize(ParallelConfig(), seed=1)
     x = torch.arange(4.0, requires_grad=True)
     part = CheckpointWithoutOutput(None)
     doubled = part.checkpoint(lambda t: 2 * t, x)
@@ -250,9 +250,9 @@ def listening(rank: int) -> list[str]:
     """Local addresses on which this process listens."""
     import psutil
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
-    groups.initialize(ParallelConfig(dp=2), seed=1)
+    process_groups.initialize(ParallelConfig(dp=2), seed=1)
     return [c.laddr.ip for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
 
 

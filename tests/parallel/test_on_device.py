@@ -60,14 +60,14 @@ def forward(rank: int, path: str, head: Literal["log-probs", "scores"]) -> list[
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from megarl.config.schema import ModelConfig, ParallelConfig, TrainerConfig
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.model import Model, micro_batching_for
     from megarl.learn.training.schedule import Head, run
     from megarl.weights.checkpoint.formats import hf
 
     prepare()
     parallel = ParallelConfig()
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     micro_batching = micro_batching_for(parallel, TrainerConfig(packing=False, micro_batch_size=2))
     asked = Head(VOCAB) if head == "log-probs" else None
     model = Model(hf.read_hf_config(Path(path)), ModelConfig(path=path), parallel, asked, micro_batching)

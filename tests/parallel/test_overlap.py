@@ -62,12 +62,12 @@ def on_grids(rank: int, folder: str, names: list[str]) -> dict[tuple[str, str, s
     from megatron.core import parallel_state
 
     from megarl.learn.memory import resident_bytes
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     found = {}
     for name in names:
         family, plain = GRIDS[name]
-        groups.initialize(plain, seed=1)
+        process_groups.initialize(plain, seed=1)
         reduce = replace(plain, overlap_grad_reduce=True)
         ways = {"none": plain, "reduce": reduce, "gather": replace(reduce, overlap_param_gather=True)}
         for bucket in [bucket for grid, bucket in CASES if grid == name]:
@@ -192,11 +192,11 @@ def resumed(rank: int, path: str, folder: str, grids: tuple[ParallelConfig, ...]
     """(loss, weights) of two updates after a checkpoint, by the model that wrote it and by those that read it."""
     from megarl.learn import algorithms
     from megarl.learn.memory import resident_bytes
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training import objectives
     from megarl.weights.checkpoint.training import state
 
-    groups.initialize(grids[0], seed=1)
+    process_groups.initialize(grids[0], seed=1)
     resident_bytes.OVERLAPPED_BUCKET = SMALL, 1
     found = []
     for number, parallel in enumerate(grids):

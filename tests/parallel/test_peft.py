@@ -40,7 +40,7 @@ def through(rank: int, root: str) -> None:
     """Runs in each rank: load every case's adapter, write it again, and export the merged model."""
     from megatron.core import parallel_state
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.model import Model, micro_batching_for
     from megarl.learn.training.schedule import Head
     from megarl.weights.reshard.layouts import hf_layout
@@ -49,7 +49,7 @@ def through(rank: int, root: str) -> None:
     for name, dtype in CASES:
         folder = Path(root) / name / dtype
         hf_config, parallel, lora = hf.read_hf_config(folder / "hf"), GRIDS[name], LORAS[name]
-        groups.initialize(parallel, seed=1)
+        process_groups.initialize(parallel, seed=1)
         settings = ModelConfig(path=str(folder / "hf"), dtype=dtype, lora=lora)
         micro_batching = micro_batching_for(parallel, TrainerConfig())
         model = Model(hf_config, settings, parallel, Head(VOCAB), micro_batching)

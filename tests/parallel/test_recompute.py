@@ -57,11 +57,11 @@ def updates(rank: int, folder: str, cases: list[tuple[str, str, tuple[str, ...]]
     """Runs in each rank: one update for each case, and one without recomputation for each family and grid."""
     from megatron.core import parallel_state
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     found = {}
     for grid in dict.fromkeys(grid for _, grid, _ in cases):
-        groups.initialize(GRIDS[grid], seed=1)
+        process_groups.initialize(GRIDS[grid], seed=1)
         mine = [case for case in cases if case[1] == grid]
         for case in [*dict.fromkeys((family, grid, ()) for family, *_ in mine), *mine]:
             found[case] = update(Path(folder) / case[0], GRIDS[grid], list(case[2]))

@@ -113,11 +113,11 @@ def on_grid(rank: int, root: str, cases: list[Case], soak: bool) -> dict[tuple[s
     """Runs in each rank: this rank's errors in each case."""
     from megatron.core import parallel_state
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
 
     found = {}
     for case in cases:
-        groups.initialize(case.parallel, seed=1)
+        process_groups.initialize(case.parallel, seed=1)
         for family in families_of(case, soak):
             found[family, case.grid] = _on_case(rank, Path(root) / family, case)
         parallel_state.destroy_model_parallel()

@@ -125,12 +125,12 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
     from megatron.core import parallel_state
 
     from megarl.learn.memory.residents import residents_of
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from tests.parallel.test_megatron_on_cpu import sft_steps
 
     found = []
     for case in cases:
-        groups.initialize(case[1], seed=1)
+        process_groups.initialize(case[1], seed=1)
         for head in heads(case[0]):
             for trained in (False, True):
                 model = built(case, Path(folder), head, trained)
@@ -213,11 +213,11 @@ def all_roles(rank: int, folder: str, adapted: bool) -> dict[str, int]:
     of all parameters, those that two models share once."""
     from megarl.learn import algorithms
     from megarl.learn.memory.residents import residents_of
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.train.inference.models import Models
 
     config = job(Path(folder), adapted)
-    groups.initialize(config.parallel, seed=1)
+    process_groups.initialize(config.parallel, seed=1)
     models = Models(config, algorithms.get(config.algorithm.name))
     models.make_actor(None)
     models.load_beginning()

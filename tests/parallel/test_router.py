@@ -28,14 +28,14 @@ def on_ranks(rank: int, path: str, dense: str, folder: str) -> dict[str, dict[st
     """Runs in each rank: what all weights are after each of some events."""
     from megarl.learn import algorithms
     from megarl.learn.batching import MicroBatching
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.checkpoint.training import state
 
-    groups.initialize(GRID, seed=1)
+    process_groups.initialize(GRID, seed=1)
     settings = ModelConfig(path=path, router=RouterConfig(bias_update_rate=RATE))
     actor = TrainedModel(
         hf.read_hf_config(Path(path)),

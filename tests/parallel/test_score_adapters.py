@@ -95,11 +95,11 @@ def built(rank: int, folder: str) -> dict[str, Any]:
     models share once."""
     from megarl.learn import algorithms
     from megarl.learn.memory.residents import residents_of
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.train.inference.models import Models
 
     config = job(Path(folder))
-    groups.initialize(config.parallel, seed=1)
+    process_groups.initialize(config.parallel, seed=1)
     models = Models(config, algorithms.get("ppo"))
     models.make_actor(None)
     models.load_beginning()

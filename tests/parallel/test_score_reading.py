@@ -33,14 +33,14 @@ def answers() -> list[torch.Tensor]:
 def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     """(model, pad) -> megarl's scores [N]."""
     from megarl.learn.batching import MicroBatching, Sequences, score_positions
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.model import Model
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.checkpoint.formats.score_pad import score_pad
 
     tokens = torch.cat(answers())
     sequences = Sequences(tokens, torch.tensor(LENGTHS), torch.zeros(len(tokens), dtype=torch.bool))
-    groups.initialize(ParallelConfig(), seed=1)
+    process_groups.initialize(ParallelConfig(), seed=1)
     found = {}
     for name in MODELS:
         path = Path(folder) / name

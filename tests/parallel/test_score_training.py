@@ -45,7 +45,7 @@ def on_grids(rank: int, folder: str) -> dict[str, torch.Tensor]:
 
     from megarl.learn.batching import MicroBatching, Sequences
     from megarl.learn.models.gpt import unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.model import Model
     from megarl.learn.training.schedule import run
     from megarl.weights.checkpoint.formats import hf
@@ -58,7 +58,7 @@ def on_grids(rank: int, folder: str) -> dict[str, torch.Tensor]:
     hf_config = hf.read_hf_config(path)
     for (grid, packed), case in zip(CASES, IDS, strict=True):
         parallel = GRIDS[grid]
-        groups.initialize(parallel, seed=1)
+        process_groups.initialize(parallel, seed=1)
         micro_batching = MicroBatching(
             dp=parallel.dp,
             cp=parallel.cp,

@@ -107,7 +107,7 @@ def with_routing(trajectories: list[Trajectory]) -> list[Trajectory]:
 def learner_of(path: str, case: Case, limit: int) -> Any:
     """A learner with models of its own on the ranks of this world."""
     from megarl.learn import algorithms
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.model import Model, TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
     from megarl.train.batch.images import ImageInputs
@@ -125,9 +125,9 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
     rollout = RolloutConfig(routing_replay=case.replayed)
     config = Config(model=model, parallel=case.actor, algorithm=case.settings, trainer=trainer, rollout=rollout)
     algorithm, hf_config = algorithms.get(case.settings.name), hf.read_hf_config(Path(path))
-    groups.initialize(case.actor, seed=1)
+    process_groups.initialize(case.actor, seed=1)
     others = case.others or case.actor
-    grid = {} if case.others is None else {"grid": groups.Grid(others, seed=1).active}
+    grid = {} if case.others is None else {"grid": process_groups.Grid(others, seed=1).active}
     actor = TrainedModel(hf_config, model, case.actor, Head(VOCAB), micro_batching_for(case.actor, trainer), optimizer)
     limits = micro_batching_for(others, trainer)
     reference = Model(hf_config, model, others, Head(VOCAB), limits, **grid)

@@ -54,7 +54,7 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     from megarl.core.errors import JobError
     from megarl.learn import algorithms
     from megarl.learn.batching import MicroBatching
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel
     from megarl.learn.training.objectives import Objective
@@ -65,7 +65,7 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
 
     actor = make_actor(path, ACTOR)
     micro_batching = MicroBatching(dp=CRITIC.dp, rows=2)
-    grid = groups.Grid(CRITIC, seed=1)
+    grid = process_groups.Grid(CRITIC, seed=1)
     hf_config, model = hf.read_hf_config(Path(path)), ModelConfig(path=path, dtype="float32")
     critic = TrainedModel(hf_config, model, CRITIC, None, micro_batching, OptimizerConfig(lr=1e-2), grid.active)
     critic.model.load_hf(Path(path), score="zeros")

@@ -139,7 +139,7 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
     from megarl.learn.models.gpt import unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.reshard.layouts import hf_layout
     from megarl.weights.reshard.plan import build_plan
@@ -147,7 +147,7 @@ def on_grids(rank: int, folder: str, cases: list[tuple[str, str]]) -> dict[tuple
     found: dict[tuple[str, str], float | None] = {}
     for grid in dict.fromkeys(grid for _, grid in cases):
         parallel = GRIDS[grid]
-        position = groups.initialize(parallel, seed=1)
+        position = process_groups.initialize(parallel, seed=1)
         for model in (m for m, g in cases if g == grid):
             path = Path(folder) / model
             expected = torch.load(path / "expected.pt")
@@ -248,7 +248,7 @@ def save_and_continue(rank: int, folder: str, dtype: str) -> None:
     import torch.distributed as dist
     from megatron.core import parallel_state
 
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.weights.checkpoint.training import state
     from tests.parallel.trainee import Trainee
 
@@ -256,7 +256,7 @@ def save_and_continue(rank: int, folder: str, dtype: str) -> None:
     saving = dict.fromkeys(saved for saved, _ in CONTINUED[dtype])
     for saved, grid in [*((saved, None) for saved in saving), *CONTINUED[dtype]]:
         here = saved if grid is None else grid
-        groups.initialize(GRIDS[here], seed=1)
+        process_groups.initialize(GRIDS[here], seed=1)
         model = Trainee(root / "model", GRIDS[here], "score", dtype)
         if grid is None:
             model.step(1)
@@ -293,12 +293,12 @@ def test_training_goes_on_from_a_checkpoint_on_any_grid(tmp_path: Path, dtype: s
 def load_a_language_model(rank: int, folder: str) -> tuple[str, bool]:
     """Runs alone: what loading an actor's checkpoint into a critic says, and whether the head is as it was."""
     from megarl.core.errors import CheckpointError
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.weights.checkpoint.training import state
     from tests.parallel.trainee import Trainee
 
     root = Path(folder)
-    groups.initialize(GRIDS["tp1"], seed=1)
+    process_groups.initialize(GRIDS["tp1"], seed=1)
     actor = Trainee(root / "model", GRIDS["tp1"], "lm")
     state.save(root / "saved", 1, parts(actor), {"phase": "test"}, keep=1)
     critic = Trainee(root / "model", GRIDS["tp1"], "score", score="zeros")

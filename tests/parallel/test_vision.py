@@ -73,7 +73,7 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
     from megarl.learn.memory.phases import Place
     from megarl.learn.memory.residents import residents_of
     from megarl.learn.models.gpt import unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
@@ -91,7 +91,7 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
         if parallel.world_size != world:
             continue
         parallel = replace(parallel, backend=backend)
-        groups.initialize(parallel, seed=1)
+        process_groups.initialize(parallel, seed=1)
         for trained, recompute in dict.fromkeys((c[2], c[3]) for c in MEASURED if c[0] == grid):
             settings = ModelConfig(path=str(path), train_vision_tower=trained, recompute=recompute)  # type: ignore[arg-type]
             head = Head(VOCAB)
@@ -213,10 +213,10 @@ def test_the_same_score_model_comes_out(errors: dict[Any, Any], root: Path, grid
 def in_bfloat16(rank: int, path: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs in a rank: the tower's frequencies in a bfloat16 model, those that transformers computes, its vectors."""
     from megarl.learn.models.gpt import build_chunks, unwrap
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.weights.checkpoint.formats import hf
 
-    groups.initialize(ParallelConfig(), seed=1)
+    process_groups.initialize(ParallelConfig(), seed=1)
     hf_config = hf.read_hf_config(Path(path))
     [chunk] = build_chunks(hf_config, ModelConfig(path=path, dtype="bfloat16"), ParallelConfig())
     tower = unwrap(chunk).visual

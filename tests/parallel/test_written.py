@@ -39,13 +39,13 @@ Fault = Callable[[Any], None]
 
 def actor_on(folder: Path, case: tuple[str, ParallelConfig, str]) -> Any:
     from megarl.config.schema import ModelConfig
-    from megarl.learn.parallel import groups
+    from megarl.learn.parallel import process_groups
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
     from megarl.weights.checkpoint.formats import hf
 
     model, parallel, dtype = case
-    groups.initialize(parallel, seed=1)
+    process_groups.initialize(parallel, seed=1)
     path = folder / model
     trainer = TrainerConfig(packing=False, micro_batch_size=1)
     settings = ModelConfig(path=str(path), dtype=dtype)  # type: ignore[arg-type]

@@ -21,8 +21,8 @@ from megarl.core.schema import GroupStats
 from megarl.learn import algorithms
 from megarl.learn.algorithms import StepInput
 from megarl.learn.algorithms.terms import kl, value
-from megarl.learn.algorithms.terms.parts import counts
 from megarl.learn.algorithms.terms.reduction import Tokens
+from megarl.learn.algorithms.terms.token_parts import counts
 from megarl.learn.algorithms.terms.token_rewards import whitened
 from tests.native import backends
 

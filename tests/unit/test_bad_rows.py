@@ -12,7 +12,7 @@ import pytest
 
 from megarl.core.errors import DataError
 from megarl.run.checks import job as checks
-from megarl.run.launch.memory import halved
+from megarl.run.launch.micro_batch_budget import halved
 from megarl.run.run_dir import rows as run_rows
 from megarl.run.run_dir.rows import read_split
 from megarl.tasks import recorded

@@ -79,7 +79,7 @@ def test_config_prints_what_overrides_compose_to() -> None:
 def test_changed_settings_make_the_job_again(experiment: str) -> None:
     """Beside defaults alone."""
     from megarl.config import Config, compose, from_dict
-    from megarl.config.reference import changed
+    from megarl.config.settings_page import changed
 
     config = compose([f"experiment={experiment}"])
     tree: dict[str, Any] = {}

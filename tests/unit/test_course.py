@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from sqlalchemy import select
 
-from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.group_choice import TaskChoice
 from megarl.buffer.order.pacing import Pacing
 from megarl.buffer.store import Claim, Store, Used
 from megarl.buffer.store.rollouts import RolloutTable
@@ -42,7 +42,7 @@ from megarl.train.rollout.awaited import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.step import OnlineSteps
-from megarl.train.sync.published import outlives_update
+from megarl.train.sync.last_published import outlives_update
 from megarl.train.sync.weights import WeightSync
 from tests.stores import finish, make_task
 from tests.trajectories import one_turn

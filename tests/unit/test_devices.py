@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.nodes import devices, health
+from megarl.run.nodes import gpu_state, health
 from tests.unit.small_job import config_of
 
 NODE = """\
@@ -25,15 +25,15 @@ CONSUMER = "NVIDIA GeForce RTX 3090, 8.6, 24576, 2100, 210, P8, 0x00000000000000
 
 
 def test_a_node_that_is_well() -> None:
-    first, second = devices.parse_gpus(NODE)
+    first, second = gpu_state.parse_gpus(NODE)
     assert (first["name"], first["memory.total"], second["clocks.sm"]) == ("NVIDIA H100 80GB HBM3", "81559", "1980")
-    assert devices.faults([first, second]) == []  # idle and a power cap are no faults
-    (other,) = devices.parse_gpus(CONSUMER)
-    assert "remapped_rows.pending" not in other and devices.faults([other]) == []
+    assert gpu_state.faults([first, second]) == []  # idle and a power cap are no faults
+    (other,) = gpu_state.parse_gpus(CONSUMER)
+    assert "remapped_rows.pending" not in other and gpu_state.faults([other]) == []
 
 
 def test_what_is_wrong_with_gpus_is_named() -> None:
-    found = devices.faults(devices.parse_gpus(BAD))
+    found = gpu_state.faults(gpu_state.parse_gpus(BAD))
     assert found == [
         "GPU 0 is slowed down (HW slowdown, HW thermal slowdown; 345 of 1980 MHz, P0)",
         "GPU 1 had 2 uncorrected ECC errors since its driver was loaded; reset it",
@@ -47,7 +47,7 @@ def ports(folder: Path, *found: tuple[str, str, str]) -> dict[str, str]:
         port.mkdir(parents=True)
         (port / "state").write_text(f"{state}\n")
         (port / "rate").write_text(f"{rate}\n")
-    return devices.fabric(folder)
+    return gpu_state.fabric(folder)
 
 
 def test_nodes_are_compared(tmp_path: Path) -> None:
@@ -59,9 +59,9 @@ def test_nodes_are_compared(tmp_path: Path) -> None:
     head = ports(tmp_path / "a", ("mlx5_0", *up), ("mlx5_1", *up))
     assert head == {"mlx5_0/1": "ACTIVE, 400 Gb/sec (4X NDR)", "mlx5_1/1": "ACTIVE, 400 Gb/sec (4X NDR)"}
     same = ports(tmp_path / "b", ("mlx5_2", *up), ("mlx5_3", *up))  # names may differ
-    assert devices.differences("n0", (devices.parse_gpus(NODE), head), (devices.parse_gpus(NODE), same)) == []
+    assert gpu_state.differences("n0", (gpu_state.parse_gpus(NODE), head), (gpu_state.parse_gpus(NODE), same)) == []
     worse = ports(tmp_path / "c", ("mlx5_0", *slow), ("mlx5_1", *down))
-    assert devices.differences("n0", (devices.parse_gpus(NODE), head), (devices.parse_gpus(BAD), worse)) == [
+    assert gpu_state.differences("n0", (gpu_state.parse_gpus(NODE), head), (gpu_state.parse_gpus(BAD), worse)) == [
         "GPU 1: clocks.max.sm 1755 MHz, but 1980 MHz on n0",
         "ports of its fabric: 1 ACTIVE, 200 Gb/sec (4X HDR), 1 DOWN, 10 Gb/sec (4X SDR); on n0: 2 ACTIVE, 400 Gb/sec "
         "(4X NDR)",
@@ -69,8 +69,8 @@ def test_nodes_are_compared(tmp_path: Path) -> None:
 
 
 def test_they_are_faults_of_the_node(tmp_path: Path) -> None:
-    head = replace(health.facts("n0", "127.0.0.1"), gpus=2, devices=devices.parse_gpus(NODE))
-    node = replace(head, name="n1", devices=devices.parse_gpus(BAD))
+    head = replace(health.facts("n0", "127.0.0.1"), gpus=2, devices=gpu_state.parse_gpus(NODE))
+    node = replace(head, name="n1", devices=gpu_state.parse_gpus(BAD))
     found = health.faults(head, [(node, node.clock)], config_of(tmp_path))
     assert list(found) == ["n1"] and len(found["n1"]) == 4
     assert health.from_message(vars(node)) == node
@@ -88,10 +88,10 @@ def test_fields_that_a_driver_does_not_know_are_left_out(tmp_path: Path, monkeyp
         "esac\n"
     )
     executable(tmp_path / "nvidia-smi", script + f"echo '{NODE.splitlines()[0].removesuffix(', No')}'\n")
-    (found,) = devices.gpus()
+    (found,) = gpu_state.gpus()
     assert found["pstate"] == "P0" and "remapped_rows.pending" not in found
     executable(tmp_path / "nvidia-smi", "echo No devices were found >&2\nexit 6\n")
-    assert devices.gpus() == []
+    assert gpu_state.gpus() == []
 
 
 @pytest.mark.parametrize(
@@ -108,16 +108,16 @@ def test_fields_that_a_driver_does_not_know_are_left_out(tmp_path: Path, monkeyp
 def test_gpus_that_the_job_may_use(tmp_path: Path, given: str | None, expected: list[str]) -> None:
     for name in ("0000:01:00.0", "0000:02:00.0", "0000:03:00.0"):
         (tmp_path / name).mkdir()
-    assert devices.visible({} if given is None else {"CUDA_VISIBLE_DEVICES": given}, tmp_path) == expected
+    assert gpu_state.visible({} if given is None else {"CUDA_VISIBLE_DEVICES": given}, tmp_path) == expected
 
 
 def test_gpus_are_counted_by_device_files_where_the_driver_shows_no_folder(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm", "nvidia-caps"):
         (tmp_path / name).touch()
-    assert devices.visible({}, tmp_path / "absent", tmp_path) == ["0", "1"]
+    assert gpu_state.visible({}, tmp_path / "absent", tmp_path) == ["0", "1"]
 
 
 @pytest.mark.gpu
 def test_a_real_gpu_answers() -> None:
-    found = devices.gpus()
+    found = gpu_state.gpus()
     assert found and all({"name", "memory.total", "clocks.max.sm", "pstate"} <= gpu.keys() for gpu in found)

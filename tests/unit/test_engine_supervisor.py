@@ -19,7 +19,7 @@ from megarl.core.errors import ConfigError, JobError
 from megarl.engines.client.names import START
 from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn, Replacements
 from megarl.run.nodes.node import NotStarted, Spec, Started
-from megarl.run.supervise import units
+from megarl.run.supervise import process_units
 from megarl.run.supervise.engines import EngineSupervisor, RowsInStore, first_rows
 from tests.conftest import examples
 
@@ -115,9 +115,9 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(units, "SETTLE_S", 0.0)
-        patch.setattr(units, "LOOK_S", 0.0)
-        patch.setattr(units, "is_listening", lambda address: machines[-1].listens(f"engine {address[2:]}"))
+        patch.setattr(process_units, "SETTLE_S", 0.0)
+        patch.setattr(process_units, "LOOK_S", 0.0)
+        patch.setattr(process_units, "is_listening", lambda address: machines[-1].listens(f"engine {address[2:]}"))
         yield
 
 
@@ -138,7 +138,7 @@ class Supervised:
         begin = lambda spec: NotStarted(spec.name, Path(spec.log)) if away else self.machine.start(spec)  # noqa: E731
         started = [Started(begin(spec), self.machine, spec) for spec in specs]  # type: ignore[arg-type]
         self.replacements = Replacements(left)
-        self.units = units.Units(started, self.replacements)
+        self.units = process_units.Units(started, self.replacements)
         self.engines = EngineSupervisor(rows, self.units, self.replacements, 0.0, self.machine)
         self.rows = RowsInStore(Store(url), 3600.0)
 

@@ -13,7 +13,7 @@ from megarl.learn.algorithms import job_of
 from megarl.run.checks.settings import check_mode
 from megarl.run.launch.joining import differences
 from megarl.run.nodes.plan import NodeInfo, plan_job
-from megarl.run.supervise.specs import Addresses, specs
+from megarl.run.supervise.process_specs import Addresses, specs
 
 
 @pytest.mark.parametrize("kind", ProcessKind)

@@ -19,7 +19,7 @@ from megarl.weights.architectures.complete import complete
 from megarl.weights.architectures.table import JoinedTensor
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
 from megarl.weights.checkpoint.convert.inspect import inspect_checkpoint
-from megarl.weights.checkpoint.convert.opened import open_checkpoint
+from megarl.weights.checkpoint.convert.open_checkpoint import open_checkpoint
 from megarl.weights.checkpoint.convert.verify import compute_digests
 from megarl.weights.checkpoint.formats.hf_source import open_hf, places_in_files
 from megarl.weights.reshard import boxes

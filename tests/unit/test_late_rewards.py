@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from megarl.buffer.experience import verify
-from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.group_choice import TaskChoice
 from megarl.buffer.order.replay import ReplayChoice
 from megarl.buffer.store import Claim, GivenReward, Store, Used
 from megarl.config import Config
@@ -23,7 +23,7 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.jobs import JOBS
 from megarl.core.schema import GREEDY, Reward, WeightsVersion
 from megarl.learn import algorithms
-from megarl.rewards.router import compute_score
+from megarl.rewards.routes import compute_score
 from megarl.run.checks.engines.pacing import check_pacing
 from megarl.run.launch.late import read_rewards, write_awaiting
 from megarl.tasks import ChatTokenizer

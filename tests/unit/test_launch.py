@@ -26,7 +26,7 @@ from megarl.core.metrics import Timeline
 from megarl.core.processes.machine import group_members
 from megarl.core.schema import Task
 from megarl.run.launch import job
-from megarl.run.launch.memory import MicroBatchBudget
+from megarl.run.launch.micro_batch_budget import MicroBatchBudget
 from megarl.run.nodes.allocation import Allocation
 from megarl.run.nodes.node import LocalNode, Spec, Started
 from megarl.run.nodes.plan import NodeInfo, Plan, plan_job

@@ -26,7 +26,7 @@ from megarl.config import Config
 from megarl.core.errors import ConfigError, FencedError, JobError
 from megarl.core.jobs import ProcessKind
 from megarl.run.launch.job import healthy_nodes
-from megarl.run.nodes import agent, devices, health, remote
+from megarl.run.nodes import gpu_state, health, node_agent, remote
 from megarl.run.nodes.allocation import Allocation, find
 from megarl.run.nodes.channel import Channel, ChannelClosed, greet
 from megarl.run.nodes.node import LocalNode, Spec, Started
@@ -37,7 +37,7 @@ from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.reaper import Reaper
 from megarl.run.run_dir.owner import next_attempt
-from megarl.run.supervise.specs import Addresses, specs
+from megarl.run.supervise.process_specs import Addresses, specs
 from megarl.run.supervise.supervisor import choose_addresses, watch
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.unit.small_job import config_of, nodes_of_engines, nodes_of_ranks
@@ -427,7 +427,7 @@ def test_a_process_sees_its_gpus_alone(joined: Any, there: bool, monkeypatch: py
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert Path(process.log).read_text() == ("''\n" if there else "'3,GPU-8932'\n")
-    assert (here.gpus, node.gpus) == (3, len(devices.visible()))
+    assert (here.gpus, node.gpus) == (3, len(gpu_state.visible()))
 
 
 @pytest.mark.parametrize("sent", ["megarl", "other"])
@@ -561,7 +561,7 @@ def test_nodes_that_do_not_come_are_counted(tmp_path: Path) -> None:
 def test_a_head_that_is_not_there_is_named(tmp_path: Path) -> None:
     config = config_of(tmp_path, "cluster.connect_timeout_s=0.1")
     with pytest.raises(JobError, match="node 0 at 127.0.0.1:1 cannot be reached"):
-        agent.serve(Allocation(1, 2, "127.0.0.1", 1), config, KEY)
+        node_agent.serve(Allocation(1, 2, "127.0.0.1", 1), config, KEY)
 
 
 def test_a_later_attempt_ends_this_one(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.process import Child
 from megarl.run.process.reaper import Reaper
-from megarl.run.supervise import supervisor, units
+from megarl.run.supervise import process_units, supervisor
 from megarl.run.supervise.engines import EngineSupervisor, RowsInStore
 from megarl.run.supervise.supervisor import watch
 from tests.engine_rows import serving_row
@@ -94,8 +94,8 @@ was sent the signal."""
 
 @pytest.fixture(autouse=True)
 def looks_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "LOOK_S", 0.0)
-    monkeypatch.setattr(units, "CLOSED_S", 0.2)
+    monkeypatch.setattr(process_units, "LOOK_S", 0.0)
+    monkeypatch.setattr(process_units, "CLOSED_S", 0.2)
 
 
 def server(name: str, port: int, folder: Path, end: str = "never") -> Spec:
@@ -215,7 +215,7 @@ def test_a_port_that_is_still_held_is_waited_for(
 def test_a_port_that_is_held_for_ever_is_named(
     run: Callable[..., LocalNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(units, "FREE_S", 0.3)
+    monkeypatch.setattr(process_units, "FREE_S", 0.3)
     [port] = ports.choose("127.0.0.1", 1, None)
     try:
         with pytest.raises(
@@ -353,7 +353,7 @@ def test_a_store_that_is_away_holds_nobody_up(tmp_path: Path) -> None:
 
     store.engines.own = away  # type: ignore[method-assign]
     rows, replacements = RowsInStore(store, 0.01), Replacements(0)
-    engines = EngineSupervisor([], units.Units([], replacements), replacements, 0.0)
+    engines = EngineSupervisor([], process_units.Units([], replacements), replacements, 0.0)
     rows.start()
     while len(looks) < 5:
         rows.exchange(engines)

@@ -9,6 +9,7 @@ import importlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -44,6 +45,14 @@ ROWS = {"weights/architectures", "learn/algorithms", "buffer/store"}
 """Folders whose files are rows of one table."""
 PRONOUNS = {"own", "others", "kept", "joined", "sent"}
 """No file is named so: of what, the name does not say."""
+TWINS = {
+    "adapters", "bench", "checks", "client", "command", "compare", "engines", "experts", "files",
+    "filters", "fleet", "grid", "groups", "guess", "harbor", "held_out", "host", "images", "job", "keys", "late",
+    "lora", "model", "offline", "options", "pacing", "plan", "probe", "process", "replay", "rollouts",
+    "routing", "rows", "schema", "segments", "server", "state", "store", "text", "turns", "types", "user", "values",
+    "verifier", "vision", "writer",
+}  # fmt: skip
+"""Names of several files: each is one thing, as two packages see it (``late``: late rewards in store and step)."""
 
 
 @functools.cache
@@ -138,6 +147,11 @@ def faces() -> dict[str, set[str]]:
         }
         for path in sorted(PACKAGE.glob("*/__init__.py"))
     }
+
+
+def test_a_file_name_occurs_twice_only_for_one_thing() -> None:
+    names = Counter(file.stem for file in PACKAGE.rglob("*.py") if file.stem != "__init__")
+    assert {name for name, count in names.items() if count > 1} == TWINS
 
 
 def test_the_face_of_a_package_names_what_others_import() -> None:

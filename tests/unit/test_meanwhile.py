@@ -22,9 +22,9 @@ from megarl.config.schema import RolloutConfig, RunConfig, TrainerConfig
 from megarl.core.errors import ConfigError, EngineClosed, WeightsPassed
 from megarl.core.jobs import JOBS
 from megarl.core.schema import Task, WeightsVersion
-from megarl.engines.client import choice
-from megarl.engines.client.choice import EngineChoice
+from megarl.engines.client import engine_choice
 from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.engine_choice import EngineChoice
 from megarl.engines.client.frames import VersionSpan
 from megarl.engines.fleet import EngineStatus, Fleet, WeightsAsked, refusal
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
@@ -239,7 +239,7 @@ def test_an_explorer_reads_with_its_claims_which_engines_may_be_asked(
 ) -> None:
     """It waits for no look, after a publication or amid an evaluation, whoever has claimed that. So does one that is
     started again."""
-    monkeypatch.setattr(choice, "EVERY_S", 3600.0)
+    monkeypatch.setattr(engine_choice, "EVERY_S", 3600.0)
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.begin_attempt(OLD.attempt)
     store.tasks.add("train", TASKS)

@@ -19,7 +19,7 @@ from megarl.learn import algorithms
 from megarl.learn.memory.phases import Phase, Place
 from megarl.learn.memory.residents import Resident, Residents
 from megarl.run.checks.roles import check_budget
-from megarl.run.launch.memory import MicroBatchBudget, halved
+from megarl.run.launch.micro_batch_budget import MicroBatchBudget, halved
 from megarl.run.run_dir.changes import Change
 from megarl.train.memory.exhausted import memory_explained
 

@@ -25,12 +25,12 @@ from megarl.explore.environments.numbers import last_number
 from megarl.rewards import compute_score, procedural, votes
 from megarl.rewards.judge.rubric import RUBRIC, fill, read_vote
 from megarl.rewards.math.verifier import time_limit
-from megarl.rewards.router import ROUTES, check_row
+from megarl.rewards.routes import ROUTES, check_row
 from megarl.sandbox.proven import local_sandbox
 from megarl.tasks.images.rows import size_of
 from megarl.tasks.tools import FORMATS
 from megarl.tasks.tools.calculator import calculator
-from megarl.tasks.tools.session import PythonSession, PythonSessions
+from megarl.tasks.tools.python_session import PythonSession, PythonSessions
 
 CANARY = "MEGARL_CANARY"
 """Variable that a payload sets."""

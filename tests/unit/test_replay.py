@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.group_choice import TaskChoice
 from megarl.buffer.order.replay import ReplayChoice, drawn, replay_metrics
 from megarl.buffer.store import Store, UsedGroup
 from megarl.config import Config

@@ -24,14 +24,14 @@ import torch
 from megarl.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task
-from megarl.explore.recording.values import recorded_reward
+from megarl.explore.recording.recorded_values import recorded_reward
 from megarl.rewards import RewardPool, Verdict, compute_score
 from megarl.rewards.pool import process as reward_process
 from megarl.rewards.pool import worker_queue
 from megarl.rewards.pool.host import RewardHost
 from megarl.rewards.pool.process import RemoteRewardProcess, Worker
 from megarl.rewards.pool.worker import verdict_of
-from megarl.rewards.router import ROUTES
+from megarl.rewards.routes import ROUTES
 from megarl.rewards.verdict import to_verdict
 
 KEY = "the key of this job"

@@ -18,7 +18,7 @@ from megarl.rewards.code.tests import Asserts, Cases, check_row, parse
 from megarl.sandbox import seccomp
 from megarl.sandbox.inside import values
 from megarl.sandbox.interface import MIB, Call, CheckResult, Checks, Limits, Result, Test
-from megarl.sandbox.names import owners
+from megarl.sandbox.name_owners import owners
 from tests.system.code_cases import CASES
 
 plain = st.recursive(

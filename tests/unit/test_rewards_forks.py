@@ -19,7 +19,7 @@ from megarl.config.rewards import RewardConfig
 from megarl.core.processes.fork import ForkServer
 from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.pool import child
-from megarl.rewards.router import IMPORTS, imports_of
+from megarl.rewards.routes import IMPORTS, imports_of
 from tests.unit.test_rewards import TASK
 
 REPORT = """

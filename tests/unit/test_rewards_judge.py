@@ -22,7 +22,7 @@ from aiohttp.test_utils import TestServer
 
 from megarl.config.rewards import JudgeConfig, RewardConfig
 from megarl.core.errors import ConfigError
-from megarl.engines.client.choice import EngineChoice
+from megarl.engines.client.engine_choice import EngineChoice
 from megarl.explore.explorer import explorer
 from megarl.rewards import compute_score
 from megarl.rewards.judge import judge

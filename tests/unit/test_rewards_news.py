@@ -12,10 +12,10 @@ import pytest
 from megarl.buffer.store import Store, journal
 from megarl.config.rewards import RewardConfig
 from megarl.rewards import RewardPool, Verdict
-from megarl.rewards.pool import output
+from megarl.rewards.pool import printed_output
 from megarl.rewards.pool.tally import EVENT, EVERY_S, LONG_S, Tally
-from megarl.train.loop import waiting
-from megarl.train.loop.waiting import EventLines
+from megarl.train.loop import rollout_waiting
+from megarl.train.loop.rollout_waiting import EventLines
 from tests.unit.test_rewards import TASK
 
 
@@ -58,7 +58,7 @@ def test_answers_that_wait_for_long_are_told_before_they_fail() -> None:
 
 
 def test_the_trainer_shows_each_line_of_its_own_start_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(waiting, "EVENTS_S", 0.0)
+    monkeypatch.setattr(rollout_waiting, "EVENTS_S", 0.0)
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.journal.record_event("explorer-0", EVENT, {"line": "of an earlier start"})
     event_lines = EventLines(store)
@@ -90,9 +90,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_what_a_function_prints_goes_to_a_short_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(output, "MAX_BYTES", 2**18)
-    monkeypatch.setattr(output, "KEPT_BYTES", 2**10)
-    monkeypatch.setattr(output, "EVERY_S", 0.05)
+    monkeypatch.setattr(printed_output, "MAX_BYTES", 2**18)
+    monkeypatch.setattr(printed_output, "KEPT_BYTES", 2**10)
+    monkeypatch.setattr(printed_output, "EVERY_S", 0.05)
     path, log = tmp_path / "reward.py", tmp_path / "output.log"
     path.write_text(NOISY)
 
@@ -117,7 +117,7 @@ def test_what_a_function_prints_goes_to_a_short_file(
 
 
 def test_one_huge_write_does_not_outgrow_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(output, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(printed_output, "MAX_BYTES", 2**20)
     path, log = tmp_path / "reward.py", tmp_path / "output.log"
     path.write_text("import os\ndef compute_score(**_):\n    os.write(1, b'x' * 2**26)\n    return 1.0\n")
 

@@ -17,9 +17,9 @@ from aiohttp.test_utils import TestServer
 
 from megarl.core.errors import EngineClosed, EngineError, RequestRefused
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client import choice
-from megarl.engines.client.choice import EngineChoice, WantedWeights
+from megarl.engines.client import engine_choice
 from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.engine_choice import EngineChoice, WantedWeights
 from megarl.engines.client.frames import Completion, Failure, Record, StreamHeartbeat, VersionSpan, encode, unpack_ids
 from megarl.engines.client.gather import Gatherer, SampleRequest
 from megarl.engines.fleet import EngineRow
@@ -94,7 +94,7 @@ def test_what_is_asked_and_what_comes_back() -> None:
 
 def test_an_engine_that_fails_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Many calls fail at once and are made again; it gives samples, and fails again."""
-    monkeypatch.setattr(choice, "LEFT_OUT_S", 0.0)
+    monkeypatch.setattr(engine_choice, "LEFT_OUT_S", 0.0)
     caplog.set_level("WARNING", "megarl")
     fails, calls = True, 0
 

@@ -20,7 +20,7 @@ from megarl.engines.client.control import SLEEPING, EngineControl
 from megarl.engines.client.names import last_lines
 from megarl.run.nodes.plan import NodeInfo, plan_job
 from megarl.run.supervise.engine_process import engine_process
-from megarl.run.supervise.specs import Addresses, specs
+from megarl.run.supervise.process_specs import Addresses, specs
 from megarl.tasks.images.rows import MAX_IMAGES
 
 

@@ -20,8 +20,8 @@ from megarl.config import save_resolved
 from megarl.core.errors import ConfigError, EngineClosed, EngineError
 from megarl.core.jobs import of_program
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client.choice import EngineChoice, WantedWeights
 from megarl.engines.client.client import EngineClient, Prompt, Sampling
+from megarl.engines.client.engine_choice import EngineChoice, WantedWeights
 from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
 from megarl.explore.explorer.explorer import urls_of_the_start
 from megarl.run.launch.scale import scale

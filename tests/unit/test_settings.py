@@ -10,9 +10,9 @@ import pytest
 
 from megarl import cli
 from megarl.config import Config
-from megarl.config.reference import SHARED, reference, settings
 from megarl.config.rewards import RewardConfig
 from megarl.config.schema import CriticConfig, OptimizerConfig
+from megarl.config.settings_page import SHARED, reference, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 

@@ -14,8 +14,8 @@ from megarl.buffer.experience import verify
 from megarl.buffer.store import Store
 from megarl.config.rewards import RewardConfig
 from megarl.core.schema import GREEDY, End, Reward, Task
-from megarl.engines.client.choice import EngineChoice
 from megarl.engines.client.client import Prompt, Sampling
+from megarl.engines.client.engine_choice import EngineChoice
 from megarl.engines.client.frames import Completion, VersionSpan
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.segments import SegmentSettings

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.buffer.store import waiting
+from megarl.buffer.store import postgres_waiting
 
 
 def statement() -> Generator[Any, Any, None]:
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_result_that_keeps_flowing_is_not_cut_off(clock: list[float]) -> None:
-    watched = waiting.watched(statement(), "x", 2.0)
+    watched = postgres_waiting.watched(statement(), "x", 2.0)
     watched.send(None)
     for tick in range(100):
         watched.send(1 if tick % 3 else 0)
@@ -39,12 +39,12 @@ def test_a_result_that_keeps_flowing_is_not_cut_off(clock: list[float]) -> None:
 
 
 def test_silence_is_counted_from_the_last_data(clock: list[float]) -> None:
-    watched = waiting.watched(statement(), "x", 2.0)
+    watched = postgres_waiting.watched(statement(), "x", 2.0)
     watched.send(None)
     for _ in range(20):
         watched.send(1)
     for _ in range(4):
         watched.send(0)
-    with pytest.raises(waiting.Unanswered, match="no answer for 2 s") as raised:
+    with pytest.raises(postgres_waiting.Unanswered, match="no answer for 2 s") as raised:
         watched.send(0)
     assert raised.value.waited_s == 2.5

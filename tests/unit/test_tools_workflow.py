@@ -20,7 +20,7 @@ from megarl.explore import workflows
 from megarl.explore.recording.model import RolloutModel
 from megarl.explore.workflows.tools import knows_results
 from megarl.tasks import ChatTokenizer
-from megarl.tasks.tools import FORMATS, session
+from megarl.tasks.tools import FORMATS, python_session
 from megarl.tasks.tools.calculator import calculator
 from megarl.tasks.tools.functions import OWN, template_tools, tools_of
 from tests.chat_battery import TEMPLATES, checkpoint
@@ -334,8 +334,8 @@ class TestPython:
         self, folder: Path, monkeypatch: pytest.MonkeyPatch, code: str, told: str, stays: bool | None
     ) -> None:
         endless, deaf = "while" in code or stays is None, "SIG_IGN" in code or stays is None
-        monkeypatch.setattr(session, "LATE_S", 0.5 if deaf else 30.0)
-        monkeypatch.setattr(session, "LAST_WORDS_S", 30.0 if "itself" in told else 0.5)
+        monkeypatch.setattr(python_session, "LATE_S", 0.5 if deaf else 30.0)
+        monkeypatch.setattr(python_session, "LAST_WORDS_S", 30.0 if "itself" in told else 0.5)
         settings = rollout("python", tool_timeout_s=2.0 if endless else 30.0, tool_result_chars=256)
         calls = [call("python", code=one) for one in ("z = 5", code, "z", "1 + 1")]
         recorded, _ = play(folder, settings, *calls, "42")

@@ -23,7 +23,7 @@ from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVer
 from megarl.learn import algorithms
 from megarl.learn.batching import MicroBatching, micro_batches
 from megarl.run.checks.settings import check_rows_of_files
-from megarl.run.data.opened import StoredRun
+from megarl.run.data.open_run import StoredRun
 from megarl.run.data.trained_tokens import TRAINED, TrainedTokens, count_trained
 from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch
 from megarl.train.batch.batch_file import put_together, taken

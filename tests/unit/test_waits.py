@@ -32,9 +32,9 @@ FUNCTIONS = {"run", "check_output", "check_call", "call", "urlopen", "create_con
 POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
 """As context managers they wait for all their work."""
 LIMITED = {
-    "explore/agents/command.run_command: output.ended.wait": "rollout.agent_timeout_s",
-    "explore/agents/command._end: output.ended.wait": "command.DRAIN_S",
-    "explore/agents/command._end: output.drained.wait": "command.DRAIN_S",
+    "explore/agents/program.run_command: output.ended.wait": "rollout.agent_timeout_s",
+    "explore/agents/program._end: output.ended.wait": "command.DRAIN_S",
+    "explore/agents/program._end: output.drained.wait": "command.DRAIN_S",
     **dict.fromkeys(
         [
             f"explore/agents/inside.{wait}"
@@ -80,9 +80,9 @@ LIMITED = {
     "explore/explorer/workflow_run._run: work.result": "no wait: the workflow has ended",
     "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "
     "every 4 MiB",
-    "weights/checkpoint/convert/pool.each: future.result": "`megarl convert`, a command of a person: it has "
+    "weights/checkpoint/convert/threads.each: future.result": "`megarl convert`, a command of a person: it has "
     "completed by then",
-    "weights/checkpoint/convert/pool.each: pool.shutdown": "`megarl convert`: what runs ends at its next count "
+    "weights/checkpoint/convert/threads.each: pool.shutdown": "`megarl convert`: what runs ends at its next count "
     "of bytes",
     "weights/checkpoint/training/save.Save.finish: part.results.put": "a queue without bound",
     "weights/checkpoint/training/save.Save.finish: self._pending.result": "Writer.answer: as long as the writer "
@@ -123,9 +123,9 @@ LIMITED = {
     "sandbox/box.read: link.recv": "the timeout of its socket, what is left until the deadline",
     "sandbox/inside/zygote.end_all: os.waitpid": "its children have been killed",
     "sandbox/local.LocalSandbox.check: answers.wait": "box.START_S",
-    "tasks/tools/session.PythonSession._begun: box.wait": "box.START_S",
+    "tasks/tools/python_session.PythonSession._begun: box.wait": "box.START_S",
     "sandbox/selftest._receive: link.recv": "the timeout of its socket, selftest.GONE_S",
-    "buffer/store/waiting._marking: with ThreadPoolExecutor": "connect_timeout of libpq",
+    "buffer/store/postgres_waiting._marking: with ThreadPoolExecutor": "connect_timeout of libpq",
     "train/sync/fleet.EngineFleet.calling: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or "
     "rollout.start_timeout_s while they start",
     "train/sync/weights.WeightSync.quieting: with ThreadPoolExecutor": "given up: one try of EngineControl.drain",

@@ -24,8 +24,8 @@ from megarl.config.job import StoreConfig
 from megarl.core.errors import CheckpointError, EngineClosed, EngineError, WeightsDiffer
 from megarl.core.published import KEPT, MANIFEST, PublishedWeights, folder_of, remove_old, whole_versions
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client.choice import EngineChoice, WantedWeights
 from megarl.engines.client.control import EngineControl
+from megarl.engines.client.engine_choice import EngineChoice, WantedWeights
 from megarl.engines.fleet import BASE, EngineRow, Key
 from megarl.engines.sync.files import read_files
 from megarl.explore.explorer import explorer

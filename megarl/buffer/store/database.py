@@ -206,7 +206,7 @@ def _open_postgres(url: URL, answer_s: float) -> Engine:
     settings = {"connect_timeout": CONNECT_TIMEOUT_S, **_KEEPALIVE}
     arguments = {"options": options, **{name: value for name, value in settings.items() if name not in query}}
     try:
-        from megarl.buffer.store.waiting import connect
+        from megarl.buffer.store.postgres_waiting import connect
 
         # A store is one thread's. Statements must see what others committed before them: READ COMMITTED.
         engine = create_engine(

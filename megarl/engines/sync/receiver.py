@@ -18,14 +18,14 @@ from megarl.config.lora import LoraConfig
 from megarl.core.errors import WeightSyncError
 from megarl.core.processes.machine import trim_memory
 from megarl.engines.client.control import FAILURE
-from megarl.engines.sync.addresses import Address, addresses_of, check_addresses
+from megarl.engines.sync.bucket_memory import DeviceMemory, HostMemory, unpin
 from megarl.engines.sync.eight_bits import EightBits
 from megarl.engines.sync.files import compare_with_files, read_files
 from megarl.engines.sync.link import Backend, Link, LinkAddress, join_groups, open_store
 from megarl.engines.sync.lora import AdaptedWriter, AdapterWriter, Part
-from megarl.engines.sync.memory import DeviceMemory, HostMemory, unpin
 from megarl.engines.sync.shared import Places, SharedMemoryReceiver, machine
 from megarl.engines.sync.sleep import WHAT, Sleeper, What, sleeper_of
+from megarl.engines.sync.tensor_addresses import Address, addresses_of, check_addresses
 from megarl.engines.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import boxes
@@ -38,7 +38,7 @@ from megarl.weights.reshard.plan import ReshardPlan, build_plan
 if current_platform.is_cpu():
     # Before a worker builds its model.
     import megarl.engines.cpu.local_experts  # noqa: F401
-    from megarl.engines.cpu import router as cpu_router
+    from megarl.engines.cpu import router_bias as cpu_router
     from megarl.engines.cpu import single_rows
 
     single_rows.install()

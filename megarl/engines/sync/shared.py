@@ -1,7 +1,7 @@
 """Weights for an engine worker on the trainer rank's own machine: in buckets that both have, instead of a socket.
 
-A receiver on the same machine opens the sender's two buckets (``memory.py``) and unpacks straight from them; it needs
-no bucket of its own. Only "it is there" and "it is read" travel over the socket, in the order of the messages.
+A receiver on the same machine opens the sender's two buckets (``bucket_memory.py``) and unpacks from them, so it has
+no bucket. The socket carries only "written" and "read", in the order of the messages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from megarl.engines.sync.memory import BucketMemory, MemoryFile
+from megarl.engines.sync.bucket_memory import BucketMemory, MemoryFile
 from megarl.weights.reshard.execute import Arrival, Transport, Work
 
 

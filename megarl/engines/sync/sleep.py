@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 
 from megarl.core.errors import WeightSyncError
 from megarl.core.processes.machine import resident_bytes, trim_memory
-from megarl.engines.sync.addresses import LATENT
+from megarl.engines.sync.tensor_addresses import LATENT
 
 What = Literal["weights", "kv_cache"]
 """Memory that sleeps; vLLM's names."""

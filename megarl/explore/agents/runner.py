@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import inspect
 import logging
 import os
@@ -17,9 +18,9 @@ from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import Task
 from megarl.core.user_file import import_file
-from megarl.explore.agents.command import command_environment, run_command
 from megarl.explore.agents.content import prompt_of
 from megarl.explore.agents.loopback import with_loopback
+from megarl.explore.agents.program import command_environment, run_command
 from megarl.explore.agents.sandbox import CommandSandbox
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,9 @@ def load(rollout: RolloutConfig, endpoint: Path | None = None) -> Run:
         )
     os.environ.update(with_loopback(os.environ))  # before the file makes its client
     wanted = "async def run(base_url, prompt, request_kwargs, metadata)"
-    function = getattr(import_file(agent, "rollout.agent", wanted), "run", None)
+    module = import_file(agent, "rollout.agent", wanted)
+    atexit.register(vars(module).clear)  # its clients close themselves, and need modules that are gone later
+    function = getattr(module, "run", None)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(f"rollout.agent={agent} has no {wanted}")
     thread = AgentThread()

@@ -15,8 +15,8 @@ from megarl.core.schema import Author, Message, Task, Turn
 from megarl.core.thoughts import opens_thinking
 from megarl.explore.agents.content import bare, images_of
 from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack, same_json
-from megarl.explore.recording.calls import calls_of
 from megarl.explore.recording.model import IMAGE_LIMITS, RolloutModel
+from megarl.explore.recording.recorded_calls import calls_of
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import exceeds, render_turns, turn_ids
 from megarl.tasks.tools import ToolCall, written_by

@@ -17,7 +17,7 @@ from typing import Any
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.processes.machine import kill_group, start_ticks
 from megarl.core.schema import Task
-from megarl.explore.agents.command import passed_variables
+from megarl.explore.agents.program import passed_variables
 from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
 

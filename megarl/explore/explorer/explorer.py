@@ -34,18 +34,18 @@ from megarl.core.jobs import EXPLORE, PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
 from megarl.core.processes import heartbeat
 from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
-from megarl.engines.client.choice import EVERY_S, EngineChoice
 from megarl.engines.client.client import EngineClient, Sampling
+from megarl.engines.client.engine_choice import EVERY_S, EngineChoice
 from megarl.engines.client.gather import Engine, Gatherer
 from megarl.engines.fleet import EngineRow
 from megarl.explore import workflows
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.clocks import EngineTime, RolloutClock
+from megarl.explore.explorer.explorer_share import share_of
 from megarl.explore.explorer.file_feeder import FileFeeder
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
-from megarl.explore.explorer.share import share_of
 from megarl.explore.explorer.store_queue import StoreQueue
 from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner, TrajectorySettings
 from megarl.explore.explorer.under_way import SamplesUnderWay

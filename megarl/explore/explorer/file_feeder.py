@@ -12,8 +12,8 @@ from megarl.config import Config
 from megarl.config.job import StoreConfig
 from megarl.core.published import whole_versions
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client.choice import EngineChoice
 from megarl.engines.client.control import EngineControl
+from megarl.engines.client.engine_choice import EngineChoice
 from megarl.engines.fleet import EngineRow, Key
 from megarl.explore.explorer.weight_files import FileFedEngine
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from megarl.core.errors import EngineError, JobError, PromptRefused, describe
 from megarl.core.schema import End, Task
 from megarl.explore.recording.model import RolloutModel
-from megarl.explore.recording.values import NoRoom
+from megarl.explore.recording.recorded_values import NoRoom
 from megarl.explore.workflows.types import Workflow
 
 CANCEL_S = 5.0

@@ -6,7 +6,7 @@ import math
 
 from megarl.core.schema import End, Reward
 from megarl.core.text import without_surrogates
-from megarl.explore.recording.values import recorded_reward
+from megarl.explore.recording.recorded_values import recorded_reward
 from megarl.rewards import Verdict
 from megarl.rewards.verdict import MAX_REASON
 

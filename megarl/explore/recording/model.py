@@ -19,12 +19,12 @@ from megarl.core.text import without_surrogates
 from megarl.core.thoughts import as_written, opens_thinking
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
-from megarl.explore.recording.calls import calls_of
 from megarl.explore.recording.end import RecordedEnd
 from megarl.explore.recording.images import ImageRules
 from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.recorded_calls import calls_of
+from megarl.explore.recording.recorded_values import recorded_limit
 from megarl.explore.recording.turns import RecordedTurns
-from megarl.explore.recording.values import recorded_limit
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer, chat_messages
 from megarl.tasks.images.rows import PLACEHOLDER, placed, with_parts

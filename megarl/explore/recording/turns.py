@@ -13,8 +13,8 @@ from megarl.core.errors import JobError
 from megarl.core.schema import Author, Turn
 from megarl.explore.recording.end import RecordedEnd
 from megarl.explore.recording.images import ImageRules, RecordedImages
+from megarl.explore.recording.recorded_values import check_request, recorded_ids
 from megarl.explore.recording.turn_log import TurnLog
-from megarl.explore.recording.values import check_request, recorded_ids
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import messages_of, render_turns
 from megarl.tasks.tools import FORMATS, ToolCall, written_by
 from megarl.tasks.tools.functions import ToolFunction, python, text_of_result, tools_of
-from megarl.tasks.tools.session import PythonSession, PythonSessions
+from megarl.tasks.tools.python_session import PythonSession, PythonSessions
 
 NONE_LEFT = "Error: no tool calls are left. Answer without tools."
 EMPTY = "(no output)"

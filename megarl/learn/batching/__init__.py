@@ -2,8 +2,8 @@
 
 from megarl.learn.batching.micro import MicroBatch, dealt, micro_batches
 from megarl.learn.batching.packing import MicroBatching
+from megarl.learn.batching.rank_share import StepShare
 from megarl.learn.batching.sequences import Sequences, joined, of_demonstrations, of_samples, per_token, score_positions
-from megarl.learn.batching.share import StepShare
 
 __all__ = [
     "MicroBatch", "MicroBatching", "Sequences", "StepShare", "dealt", "joined", "micro_batches", "of_demonstrations",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megarl.core.schema import TrainingSample
 from megarl.learn.batching.images import Images
-from megarl.learn.batching.share import StepShare
+from megarl.learn.batching.rank_share import StepShare
 
 IGNORED = -100
 NO_IDS = -1

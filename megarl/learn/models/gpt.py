@@ -48,7 +48,7 @@ def build_chunks(
     from megarl.learn.models import head as lm_head
     from megarl.learn.models import multipliers as scaling
     from megarl.learn.models import rotary, value_head, vision
-    from megarl.learn.models.experts import paired, router
+    from megarl.learn.models.experts import balanced_router, paired
 
     check_implementation(model, parallel)
     arch = architecture(hf_config)
@@ -64,7 +64,7 @@ def build_chunks(
         post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         block = block_spec(config, model, vp_stage, numbers.residual, arch.norms)
         if has_router_bias(arch) and not arch.router.sigmoid:
-            router.balance(block, model.router, biased=True)
+            balanced_router.balance(block, model.router, biased=True)
         if not config.gated_linear_unit:
             paired.pair(block)
         stage: torch.nn.Module = GPTModel(
@@ -80,7 +80,7 @@ def build_chunks(
         _mark_experts(stage)
         scaling.install(stage, numbers, logits=head == "lm")
         (value_head if head == "score" else lm_head).install(stage)
-        router.install(stage)
+        balanced_router.install(stage)
         rotary.install(stage, layer_ropes)
         vision.install(stage, hf_config, gpt.get("rotary_base", 0.0), trained=model.train_vision_tower)
         if parallel.backend == "nccl":

@@ -36,7 +36,7 @@ from megarl.weights.reshard.copy import HEADS, copy_weights
 from megarl.weights.reshard.layouts import megatron_layout
 
 if TYPE_CHECKING:
-    from megarl.learn.models.experts.replay import Replay
+    from megarl.learn.models.experts.routing_replay import Replay
 
 
 def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> MicroBatching:
@@ -245,7 +245,7 @@ def _replay(
     model: Model, sequences: Sequences, batches: Sequence[MicroBatch], *, balanced: bool = False
 ) -> Replay | None:
     """Expert ids of ``batches``; None where the routers choose themselves."""
-    from megarl.learn.models.experts.replay import Replay
+    from megarl.learn.models.experts.routing_replay import Replay
 
     if sequences.routing is None or not model.replays_routing:
         return None
@@ -281,7 +281,7 @@ class TrainedModel:
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        from megarl.learn.models.experts.router import routers
+        from megarl.learn.models.experts.balanced_router import routers
 
         self.model = Model(hf_config, model, parallel, head, micro_batching, grid)
         settings = DistributedDataParallelConfig(
@@ -338,7 +338,7 @@ class TrainedModel:
     ) -> Sums:
         from megatron.core import parallel_state
 
-        from megarl.learn.models.experts.router import UpdateSize, measured
+        from megarl.learn.models.experts.balanced_router import UpdateSize, measured
 
         for chunk in self.model.chunks:
             chunk.train()
@@ -394,7 +394,7 @@ class TrainedModel:
         With ``parallel.overlap_param_gather`` the new parameters are there after the next ``backward``, or after
         ``finish_gather``.
         """
-        from megarl.learn.models.experts.router import move_biases
+        from megarl.learn.models.experts.balanced_router import move_biases
 
         self.model.residents.require("parameters", "gradients", "optimizer")
         with self.model.grid():

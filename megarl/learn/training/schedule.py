@@ -12,10 +12,10 @@ import torch
 from megarl.core.processes import heartbeat
 from megarl.learn.batching import MicroBatch, Sequences
 from megarl.learn.models.gpt import unwrap
-from megarl.learn.parallel.context import gather_outputs
+from megarl.learn.parallel.context_parallel import gather_outputs
 
 if TYPE_CHECKING:
-    from megarl.learn.models.experts.replay import Replay
+    from megarl.learn.models.experts.routing_replay import Replay
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, outputs [b, S, k]) -> (this micro-batch's part of the loss, anything to collect)."""
@@ -60,7 +60,7 @@ def run(
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from megarl.learn.models.attention_layout import on_device
-    from megarl.learn.models.experts.router import sequences_of_tokens
+    from megarl.learn.models.experts.balanced_router import sequences_of_tokens
     from megarl.learn.models.head import Request, requesting
     from megarl.learn.models.rotary import by_token
     from megarl.learn.models.vision import has_sections, showing

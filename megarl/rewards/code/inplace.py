@@ -9,7 +9,7 @@ import functools
 from collections.abc import Iterator
 
 from megarl.sandbox.interface import Checks
-from megarl.sandbox.names import undefined
+from megarl.sandbox.name_owners import undefined
 
 MAKERS = (
     "list",

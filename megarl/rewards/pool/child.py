@@ -23,7 +23,7 @@ from typing import Self
 import psutil
 
 from megarl.core.processes.fork import Forked, ForkRoot, ForkServer
-from megarl.rewards.pool.output import PrintedOutput
+from megarl.rewards.pool.printed_output import PrintedOutput
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from megarl.core import proof
 from megarl.core.processes import heartbeat
 from megarl.rewards.pool.child import RewardProcess
-from megarl.rewards.pool.output import PrintedOutput
+from megarl.rewards.pool.printed_output import PrintedOutput
 from megarl.rewards.pool.process import (
     CALLER,
     CONNECT_S,

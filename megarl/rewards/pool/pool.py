@@ -20,7 +20,7 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task
 from megarl.core.text import without_surrogates
 from megarl.core.thoughts import as_written
-from megarl.rewards.pool.output import PrintedOutput
+from megarl.rewards.pool.printed_output import PrintedOutput
 from megarl.rewards.pool.process import (
     START_TIMEOUT_S,
     LocalRewardProcess,
@@ -35,7 +35,7 @@ from megarl.rewards.pool.process import (
 )
 from megarl.rewards.pool.tally import Tally
 from megarl.rewards.pool.worker_queue import WorkerQueue
-from megarl.rewards.router import CODE, JUDGE, imports_of, route
+from megarl.rewards.routes import CODE, JUDGE, imports_of, route
 from megarl.rewards.verdict import FAILURES, LATE, NO_VERDICT, weighed
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from megarl.config.rewards import RewardConfig
 from megarl.core import proof
 from megarl.core.errors import ConfigError
 from megarl.rewards.pool.child import RewardProcess
-from megarl.rewards.pool.output import PrintedOutput
+from megarl.rewards.pool.printed_output import PrintedOutput
 
 START_TIMEOUT_S = 120.0
 """Seconds for starting Python and importing a verifier on a loaded machine; the task's own limit is

@@ -30,7 +30,7 @@ from megarl.core.user_file import import_file
 from megarl.rewards.answer import trace
 from megarl.rewards.math import verifier as math_verifier
 from megarl.rewards.pool.child import SOCKET
-from megarl.rewards.router import Scorer, scorer_for
+from megarl.rewards.routes import Scorer, scorer_for
 from megarl.rewards.verdict import to_verdict, weighed, with_question
 
 ADDRESS_SPACE_BYTES = 8 * 2**30

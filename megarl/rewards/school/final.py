@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from megarl.rewards.answer.grammar import MAX_LINE_READ, TAKEN_BACK, UNDECIDED, explained
 from megarl.rewards.answer.normalize import half_width
-from megarl.rewards.school import options as k12_options
+from megarl.rewards.school import named_options as k12_options
 from megarl.rewards.school import read as k12_read
 
 LETTER_FORMS: dict[str, tuple[tuple[str, str], ...]] = {

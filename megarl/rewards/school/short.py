@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 
-from megarl.rewards.answer import chemistry, measures, relations, sequences, trace
+from megarl.rewards.answer import chemistry, measures, relations, selections, trace
 from megarl.rewards.answer.normalize import half_width
 from megarl.rewards.answer.numerals import with_digits
 from megarl.rewards.math.compare import equal
@@ -76,7 +76,7 @@ def same_short(gold: str, pred: str, convert: bool = True) -> bool:
     if recited(gold):
         same = "/" in pred and said == k12_read.plain(re.sub(r"\s*/+\s*", ",", pred))
         return trace.compared("lines of a text", gold, pred, same)
-    for rule, compare in (("order", sequences.compare), ("relation", relations.compare)):
+    for rule, compare in (("order", selections.compare), ("relation", relations.compare)):
         verdict = compare(gold, pred, same_short)
         if verdict is not None:
             return trace.compared(rule, gold, pred, verdict)

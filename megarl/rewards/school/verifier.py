@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from megarl.core.errors import DataError
-from megarl.rewards.answer import grammar, measures, sequences, trace
+from megarl.rewards.answer import grammar, measures, selections, trace
 from megarl.rewards.answer.grammar import after_thinking, boxes, extract, unmarked
 from megarl.rewards.answer.marks import asks
 from megarl.rewards.answer.normalize import half_width
@@ -24,7 +24,7 @@ from megarl.rewards.math.verifier import (
     verdict,
 )
 from megarl.rewards.school import final as k12_final
-from megarl.rewards.school import options as k12_options
+from megarl.rewards.school import named_options as k12_options
 from megarl.rewards.school import read as k12_read
 from megarl.rewards.school import truth as k12_truth
 from megarl.rewards.school.short import same_short, states_division
@@ -175,7 +175,7 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
     if given is not None and not isinstance(given, (Mapping, list, tuple)):
         raise DataError(f"extra_info.options {given!r:.40}: expected a list of texts, or a mapping of letters to texts")
     kind, options = question_type(truth, info), k12_read.options_of(info)
-    if kind in ("choice", "multiple_choice") and sequences.circled("".join(map(str, values))):
+    if kind in ("choice", "multiple_choice") and selections.circled("".join(map(str, values))):
         return
     if kind == "true_false" and not isinstance(truth, bool) and k12_truth.truth(str(truth)) is None:
         raise DataError(f"{shown} is neither true nor false; give a bool, or set extra_info.type to what it is")
@@ -210,7 +210,7 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     """One option, by its letter or its text."""
     options = k12_read.options_of(info)
     gold_text = str(truth[0] if isinstance(truth, (list, tuple)) else truth)
-    if circled := sequences.circled(gold_text):
+    if circled := selections.circled(gold_text):
         return _judge(pred, float(len(circled) == 1 and k12_options.same_circled(circled, pred, options)))
     gold = k12_options.named(gold_text, options)
     if not gold or len(gold) != 1:
@@ -257,7 +257,7 @@ def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> 
     """Several options in any order. ``partial``: the share that was found, when nothing wrong was."""
     options = k12_read.options_of(info)
     values = truth if isinstance(truth, (list, tuple)) else [truth]
-    if circled := sequences.circled("".join(map(str, values))):
+    if circled := selections.circled("".join(map(str, values))):
         return _judge(pred, float(k12_options.same_circled(circled, pred, options)))
     gold: set[str] = set()
     for value in values:

@@ -15,9 +15,18 @@ from megarl.rewards.answer.grammar import boxes_in_a_row, extract, unmarked
 from megarl.rewards.math import verifier as math_verifier
 from megarl.rewards.school import read as k12_read
 from megarl.rewards.school import verifier as k12
-from megarl.rewards.vision.boxes import SCALES, Numbers, answer_text, best_assignment, iou, is_box, rescaled, shapes
-from megarl.rewards.vision.count import read_count
-from megarl.rewards.vision.text import THRESHOLD, shown, similarity
+from megarl.rewards.vision.bounding_boxes import (
+    SCALES,
+    Numbers,
+    answer_text,
+    best_assignment,
+    iou,
+    is_box,
+    rescaled,
+    shapes,
+)
+from megarl.rewards.vision.counting import read_count
+from megarl.rewards.vision.read_text import THRESHOLD, shown, similarity
 
 VisionScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 

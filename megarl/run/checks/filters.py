@@ -15,13 +15,13 @@ from megarl.config.lengths import prompt_tokens
 from megarl.core.errors import DataError
 from megarl.core.schema import Preference, Task
 from megarl.explore.workflows import asks_verifier
-from megarl.rewards.router import check_row
+from megarl.rewards.routes import check_row
 from megarl.rewards.school.verifier import is_multiple_choice
 from megarl.run.run_dir.rows import Rows, drops, files, lengths_with_images, log_bad_rows, place
 from megarl.tasks import ChatTokenizer, Faults, difficulty_of
 from megarl.tasks.bad_rows import FIX
-from megarl.tasks.files import short
-from megarl.tasks.process import entry_of
+from megarl.tasks.processing import entry_of
+from megarl.tasks.row_files import short
 
 if TYPE_CHECKING:
     from megarl.tasks.images.processor import Processor

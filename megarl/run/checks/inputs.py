@@ -25,7 +25,7 @@ from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.code.verifier import check_code
 from megarl.rewards.pool.child import end_servers
 from megarl.rewards.pool.process import check_hosts
-from megarl.rewards.router import JUDGE, check_source, route
+from megarl.rewards.routes import JUDGE, check_source, route
 from megarl.rewards.shape import check_weights
 from megarl.rewards.verdict import LATE
 from megarl.run.run_dir.rows import Rows, place

@@ -19,11 +19,11 @@ from megarl.core.errors import ConfigError, describe
 from megarl.core.jobs import Job, ProcessKind
 from megarl.core.processes.machine import available_memory
 from megarl.explore import workflows
-from megarl.explore.explorer.share import check_explorers
+from megarl.explore.explorer.explorer_share import check_explorers
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.rewards.pool.process import addresses
-from megarl.rewards.router import FAMILIES
+from megarl.rewards.routes import FAMILIES
 from megarl.run.checks.engines.pacing import check_pacing, check_replay
 from megarl.run.checks.engines.started_with import check_capability, check_engine_settings
 from megarl.run.checks.models.lora import check_lora_settings

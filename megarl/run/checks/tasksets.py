@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import fields
 
-from megarl.buffer.order.shares import Shares
+from megarl.buffer.order.source_shares import Shares
 from megarl.config import Config
 from megarl.config.taskset import TasksetConfig
 from megarl.core.errors import ConfigError
@@ -14,7 +14,7 @@ from megarl.core.jobs import Job
 from megarl.run.run_dir.rows import Rows, files, kind_of_rows
 from megarl.tasks import source_of, sources_of
 from megarl.tasks.columns import check_fields
-from megarl.tasks.process import PROMPT
+from megarl.tasks.processing import PROMPT
 
 OF_TASKS = (
     "data_source",

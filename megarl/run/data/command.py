@@ -153,7 +153,7 @@ def _of_experiment(arguments: argparse.Namespace) -> None:
 
 def _show(arguments: argparse.Namespace) -> None:
     from megarl.buffer.store import Selection
-    from megarl.run.data.opened import stored_run
+    from megarl.run.data.open_run import stored_run
     from megarl.run.data.show import show
 
     with stored_run(arguments.run_dir, Selection()) as opened:
@@ -163,7 +163,7 @@ def _show(arguments: argparse.Namespace) -> None:
 def _count(arguments: argparse.Namespace) -> None:
     from megarl.run.data.count import count, count_experts
     from megarl.run.data.filters import selection_of
-    from megarl.run.data.opened import stored_run
+    from megarl.run.data.open_run import stored_run
 
     selection, experts = selection_of(arguments.filters, experts=True)
     with stored_run(arguments.run_dir, selection) as opened:
@@ -172,7 +172,7 @@ def _count(arguments: argparse.Namespace) -> None:
 
 def _sample(arguments: argparse.Namespace) -> None:
     from megarl.run.data.filters import selection_of
-    from megarl.run.data.opened import stored_run
+    from megarl.run.data.open_run import stored_run
     from megarl.run.data.show import sample
 
     selection, _ = selection_of(arguments.filters)
@@ -185,7 +185,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     from megarl.run.data.export import export, export_experts
     from megarl.run.data.filters import selection_of
-    from megarl.run.data.opened import stored_run
+    from megarl.run.data.open_run import stored_run
 
     selection, experts = selection_of(arguments.filters, experts=True)
     path = Path(arguments.output)
@@ -196,7 +196,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
 def _prune(arguments: argparse.Namespace) -> None:
     from megarl.run.data.filters import selection_of
-    from megarl.run.data.opened import stored_run
+    from megarl.run.data.open_run import stored_run
     from megarl.run.data.prune import prune
 
     selection, _ = selection_of(arguments.filters)
@@ -211,7 +211,7 @@ def _page(arguments: argparse.Namespace) -> None:
     from pathlib import Path
 
     from megarl.run.data.filters import selection_of
-    from megarl.run.data.opened import stored_run
+    from megarl.run.data.open_run import stored_run
     from megarl.run.data.page import write_page
 
     selection, _ = selection_of(arguments.filters)
@@ -222,7 +222,7 @@ def _page(arguments: argparse.Namespace) -> None:
 
 def _tokens(arguments: argparse.Namespace) -> int:
     from megarl.buffer.store import Selection
-    from megarl.run.data.opened import stored_run
+    from megarl.run.data.open_run import stored_run
     from megarl.run.data.trained_tokens import count_trained
 
     with stored_run(arguments.run_dir, Selection()) as opened:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from megarl.buffer.store import Glance, Selection, Store
 from megarl.core.schema import End
-from megarl.run.data.opened import StoredRun
+from megarl.run.data.open_run import StoredRun
 
 KEYS: dict[str, Callable[[Glance], str | int]] = {
     "kind": lambda glance: glance.group.kind,

@@ -14,9 +14,9 @@ from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.rewards.pool.process import LocalRewardProcess, Worker, WorkerError, WorkerSpent
-from megarl.rewards.router import JUDGE, check_row, imports_of, route
+from megarl.rewards.routes import JUDGE, check_row, imports_of, route
 from megarl.rewards.verdict import LATE
-from megarl.tasks.files import place_of
+from megarl.tasks.row_files import place_of
 from megarl.tasks.rows import read_rows
 
 MAX_SHOWN = 300

@@ -20,10 +20,10 @@ from megarl.buffer.store import ExpertExperience, Selection, Store, StoredGroup
 from megarl.core.durable import whole
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GREEDY, Task, Trajectory, Turn
-from megarl.run.data.opened import StoredRun, progress
+from megarl.run.data.open_run import StoredRun, progress
 from megarl.tasks import ChatTokenizer
-from megarl.tasks.files import is_jsonl
 from megarl.tasks.images.inline import data_uri, without_inline_images
+from megarl.tasks.row_files import is_jsonl
 
 PART_BYTES = 2 * 2**20
 """Bytes of the arrays that are read together, and written as one row group; as lists of numbers they have 30 times as

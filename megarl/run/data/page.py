@@ -16,7 +16,7 @@ from megarl.buffer.store import Selection, StoredGroup
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GREEDY, Task, Trajectory, Turn
-from megarl.run.data.opened import StoredRun, progress
+from megarl.run.data.open_run import StoredRun, progress
 from megarl.run.data.page_pieces import CSS, PIECES, SCRIPT, visible
 from megarl.run.data.show import rewards_of, use_of
 from megarl.run.data.tokens import Token, spans_text, tokens_of, versions_text

@@ -13,7 +13,7 @@ from megarl.buffer.store import Glance, Selection, StoredGroup
 from megarl.buffer.store.tables import SAMPLED
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GREEDY, Task, Trajectory
-from megarl.run.data.opened import StoredRun
+from megarl.run.data.open_run import StoredRun
 from megarl.run.data.tokens import spans_text, tokens_of, versions_text
 from megarl.run.report.text import clean
 

@@ -31,7 +31,7 @@ from megarl.run.checks.bench import SPLIT, check_place
 from megarl.run.checks.job import check
 from megarl.run.launch.job import UNFINISHED, run
 from megarl.run.launch.subjects import Subject, short_names, subject_of
-from megarl.run.nodes import devices
+from megarl.run.nodes import gpu_state
 from megarl.run.nodes.allocation import find
 from megarl.run.nodes.fit import planned as described_plan
 from megarl.run.nodes.plan import NodeInfo
@@ -89,7 +89,7 @@ def run_bench(models: Sequence[str], config: Config, servers: ForkServers | None
     with no_bytecode() if check_only else nullcontext():
         _prepare(base, folder, left, check_only=check_only)
     if check_only:
-        here = NodeInfo(0, "", "all", len(devices.visible()))
+        here = NodeInfo(0, "", "all", len(gpu_state.visible()))
         log.info("of each model in turn: %s", described_plan(planned[0].config, [here]))
         log.info("the settings, rows and models fit; nothing was started or written")
         return 0

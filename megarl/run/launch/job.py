@@ -28,8 +28,8 @@ from megarl.run.checks.job import check, check_sizes
 from megarl.run.job_store import job_store, shared_store
 from megarl.run.launch.experts import fill_experts
 from megarl.run.launch.joining import await_run, enter, is_closed, leave
-from megarl.run.launch.memory import MicroBatchBudget
-from megarl.run.nodes import agent, health
+from megarl.run.launch.micro_batch_budget import MicroBatchBudget
+from megarl.run.nodes import health, node_agent
 from megarl.run.nodes.allocation import Allocation, find, is_loopback
 from megarl.run.nodes.fit import Fit, fit, reductions
 from megarl.run.nodes.node import LocalNode, Node
@@ -50,7 +50,7 @@ from megarl.run.run_dir.resume import (
     set_aside_damaged,
 )
 from megarl.run.run_dir.store_damage import fill_lost_store, replace_damaged_store
-from megarl.run.supervise.specs import preload, resolved
+from megarl.run.supervise.process_specs import preload, resolved
 from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.tasks import source_of
 from megarl.weights.checkpoint.training.disk_space import writing
@@ -72,7 +72,7 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
     job, run_dir = job_of(config), Path(config.run.dir)
     key = os.environ.get(KEY_VARIABLE) or (secrets.token_urlsafe(24) if job.is_alone else run_key(run_dir))
     if not allocation.is_head:
-        return agent.serve(allocation, config, key)
+        return node_agent.serve(allocation, config, key)
     program = job.program
     start = time.monotonic()
     if allocation.nodes > 1:

@@ -19,7 +19,7 @@ from megarl.rewards.shape import check_weights
 from megarl.rewards.verdict import NO_VERDICT, to_verdict, weigh
 from megarl.run.job_store import store_of_run
 from megarl.tasks import ChatTokenizer
-from megarl.tasks.files import RowLocation, read_table
+from megarl.tasks.row_files import RowLocation, read_table
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """Machines that a launcher gave to this job, read from the environment: Slurm, torchrun, or none of them.
 
-Every machine runs one supervisor. That of node 0, the head, decides; the others (``run/nodes/agent.py``) run
+Every machine runs one supervisor. That of node 0, the head, decides; the others (``run/nodes/node_agent.py``) run
 what it sends them.
 """
 

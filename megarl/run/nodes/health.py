@@ -15,7 +15,7 @@ import psutil
 
 from megarl.config import Config
 from megarl.core.processes.machine import available_memory
-from megarl.run.nodes import devices
+from megarl.run.nodes import gpu_state
 from megarl.run.report.doctor import installed_version
 
 GIB = 2**30
@@ -51,9 +51,9 @@ class Facts:
     clock: float
     """Unix seconds, when this was sent."""
     devices: list[dict[str, str]] = field(default_factory=list)
-    """Properties of each GPU (``devices.gpus``)."""
+    """Properties of each GPU (``gpu_state.gpus``)."""
     fabric: dict[str, str] = field(default_factory=dict)
-    """Port of the fabric -> its state and rate, from ``devices.fabric``."""
+    """Port of the fabric -> its state and rate, from ``gpu_state.fabric``."""
 
 
 def interface_of(address: str) -> str:
@@ -71,12 +71,12 @@ def facts(name: str, address: str) -> Facts:
         address,
         interface_of(address),
         _versions(),
-        len(devices.visible()),
+        len(gpu_state.visible()),
         available_memory(),
         shutil.disk_usage(tempfile.gettempdir()).free,
         time.time(),
-        devices.gpus(),
-        devices.fabric(),
+        gpu_state.gpus(),
+        gpu_state.fabric(),
     )
 
 
@@ -104,7 +104,7 @@ def faults(head: Facts, others: Sequence[tuple[Facts, float]], config: Config) -
         reasons += _differences(head, node)
         if node.gpus != head.gpus:
             reasons.append(f"it has {node.gpus} GPUs, {head.name} has {head.gpus}")
-        reasons += devices.differences(head.name, (head.devices, head.fabric), (node.devices, node.fabric))
+        reasons += gpu_state.differences(head.name, (head.devices, head.fabric), (node.devices, node.fabric))
     return {name: reasons for name, reasons in found.items() if reasons}
 
 
@@ -116,7 +116,7 @@ def _of_one(node: Facts, config: Config) -> list[str]:
         if small
         else []
     )
-    return disk + devices.faults(node.devices)
+    return disk + gpu_state.faults(node.devices)
 
 
 def _differences(head: Facts, node: Facts) -> list[str]:

@@ -19,11 +19,11 @@ from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.processes.machine import group_members
 from megarl.engines.client.auth import KEY_VARIABLE
 from megarl.engines.client.leftovers import own_folder, record_segments, shared_memory
-from megarl.run.nodes import devices
+from megarl.run.nodes import gpu_state
 from megarl.run.nodes.allocation import Role
 from megarl.run.process import ports, stacks
 from megarl.run.process.forkserver import ForkServers
-from megarl.run.process.probe import Probe
+from megarl.run.process.liveness import Probe
 from megarl.run.process.process import Child
 from megarl.run.process.reaper import Reaper
 from megarl.run.process.stacks import Account, ProcessHeartbeat
@@ -160,7 +160,7 @@ class LocalNode:
     """Run directory with which temporary folders are marked."""
     first_port: int | None = None
     """Ports from here on, where the setting gives one."""
-    visible: Sequence[str] = field(default_factory=devices.visible)
+    visible: Sequence[str] = field(default_factory=gpu_state.visible)
     """Names of the GPUs that the job may use."""
     servers: ForkServers | None = None
     """Processes to fork engines and trainer ranks from."""
@@ -177,7 +177,7 @@ class LocalNode:
     def start(self, spec: Spec) -> Child:
         """Raises JobError."""
         is_engine = kind_of(spec.name) is ProcessKind.ENGINE
-        own = {**spec.env, devices.VISIBLE: ",".join(self.visible[number] for number in spec.gpus)}
+        own = {**spec.env, gpu_state.VISIBLE: ",".join(self.visible[number] for number in spec.gpus)}
         try:
             if spec.listens:
                 ports.hold_in(self.held, spec.listens)

@@ -19,7 +19,7 @@ from megarl.core.processes.fork import Forked
 from megarl.core.processes.machine import kill_group
 from megarl.core.processes.parent import die_with
 from megarl.run.process.forkserver import ForkServers
-from megarl.run.process.probe import Probe
+from megarl.run.process.liveness import Probe
 from megarl.run.process.stacks import ProcessHeartbeat, state_of
 
 TAIL_BYTES = 65536

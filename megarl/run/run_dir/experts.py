@@ -18,7 +18,7 @@ from megarl.core.schema import End, Task, Trajectory
 from megarl.run.job_store import store_of_run
 from megarl.run.run_dir.rows import read_split
 from megarl.tasks import ChatTokenizer, encode_demonstrations
-from megarl.tasks.files import RowLocation, read_table
+from megarl.tasks.row_files import RowLocation, read_table
 
 log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from megarl.engines.fleet import (
     is_unfit,
 )
 from megarl.run.nodes.node import Spec, Started
-from megarl.run.supervise.units import Units, ending, failed, is_engine
+from megarl.run.supervise.process_units import Units, ending, failed, is_engine
 
 log = logging.getLogger(__name__)
 

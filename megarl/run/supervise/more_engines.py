@@ -15,7 +15,7 @@ from megarl.run.checks.settings import check_memory_of_engine
 from megarl.run.nodes.node import LocalNode, NotStarted, Started
 from megarl.run.nodes.plan import NodeInfo, Plan, plan_job
 from megarl.run.supervise.engine_process import engine_environment
-from megarl.run.supervise.specs import another_engine
+from megarl.run.supervise.process_specs import another_engine
 
 
 def room_for_engines(config: Config, plan: Plan, nodes: Sequence[NodeInfo], cpus: int | None = None) -> EngineRoom:

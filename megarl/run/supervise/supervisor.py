@@ -26,8 +26,8 @@ from megarl.run.process.interrupt import StopRequest
 from megarl.run.run_dir.owner import check_fence
 from megarl.run.supervise.engines import LOOK_OFTEN_S, LOOK_S, EngineSupervisor, RowsInStore, first_rows
 from megarl.run.supervise.more_engines import MoreEngines, room_for_engines
-from megarl.run.supervise.specs import Addresses, resolved, specs
-from megarl.run.supervise.units import SETTLE_S, Units, ending, failed, is_engine
+from megarl.run.supervise.process_specs import Addresses, resolved, specs
+from megarl.run.supervise.process_units import SETTLE_S, Units, ending, failed, is_engine
 from megarl.run.supervise.watchdog import Watchdog
 
 log = logging.getLogger(__name__)

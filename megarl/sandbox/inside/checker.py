@@ -215,8 +215,8 @@ def check(
 ) -> dict[str, Any]:
     """``{"passed": [bool], "reasons": [str], "row_error": str | None}``, of as many tests as there was time for.
 
-    ``asked`` and ``library`` are ``sandbox.names``'; ``times`` are seconds: of one test, and of the program's import,
-    setup and all tests.
+    ``asked`` and ``library`` are ``sandbox.name_owners``'; ``times`` are seconds: of one test, and of the program's
+    import, setup and all tests.
     """
     namespace: dict[str, Any] = {"__name__": "tests"}
     try:

@@ -18,8 +18,7 @@ from typing import Any, get_args
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
 from megarl.tasks.columns import Kind
-from megarl.tasks.files import is_json
-from megarl.tasks.generators import guess, pictures, school, user
+from megarl.tasks.generators import drawings, guess, school, user
 from megarl.tasks.generators.entries import (
     ARITHMETIC,
     OPTION_BOUNDS,
@@ -31,6 +30,7 @@ from megarl.tasks.generators.entries import (
     identity,
 )
 from megarl.tasks.preferences import write_preferences
+from megarl.tasks.row_files import is_json
 from megarl.tasks.rows import write_rows
 
 MAX_DRY_DRAWS = 50_000
@@ -134,7 +134,7 @@ GENERATORS = {
     "k12": Generator(school.k12, SUMS),
     "code": Generator(school.code, SUMS),
     "guess": Generator(guess.guess, guess.OPTIONS),
-    "shapes": Generator(pictures.shapes, pictures.OPTIONS, pictures.BOUNDS),
+    "shapes": Generator(drawings.shapes, drawings.OPTIONS, drawings.BOUNDS),
 }
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.schema import Message, Task
-from megarl.tasks.files import RowLocation
 from megarl.tasks.images.rows import chat_messages, images_of
+from megarl.tasks.row_files import RowLocation
 
 
 def with_inline_images(task: Task) -> Task:

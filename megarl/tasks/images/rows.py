@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.core.pictures import size_of
 from megarl.core.schema import Message, Preference, Task
-from megarl.tasks.files import RowLocation
+from megarl.tasks.row_files import RowLocation
 
 PLACEHOLDER = "<image>"
 MAX_IMAGES = 16

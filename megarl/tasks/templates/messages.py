@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megarl.core.schema import Message
-from megarl.tasks.files import RowLocation, is_json
+from megarl.tasks.row_files import RowLocation, is_json
 from megarl.tasks.templates.forms import SPEAKERS, as_messages
 from megarl.tasks.templates.template import RESERVED
 

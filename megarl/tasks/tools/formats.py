@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.thoughts import split_thought
-from megarl.tasks.tools.arguments import Parameters, parameters_of
-from megarl.tasks.tools.calls import (
+from megarl.tasks.tools.argument_types import Parameters, parameters_of
+from megarl.tasks.tools.call_formats import (
     Found,
     ToolCall,
     deepseek_calls,

@@ -26,7 +26,7 @@ from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.memory.phases import Phase
-from megarl.learn.parallel import groups
+from megarl.learn.parallel import process_groups
 from megarl.learn.training.adapters import share_base
 from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for
 from megarl.learn.training.optimizer_digests import check_written
@@ -81,7 +81,7 @@ class Models:
         self.reward_model: Model | None = None
         self.more: dict[str, Model] = {}
         """Role -> model that a part of the job has added. Their memory stays on the device."""
-        self._grids: dict[ParallelConfig, groups.Grid] = {}
+        self._grids: dict[ParallelConfig, process_groups.Grid] = {}
 
     def make_actor(self, checkpoint: Path | None) -> None:
         """Make the actor for weights of ``checkpoint``, or of the run's beginning; one of this kind is kept."""
@@ -337,8 +337,10 @@ class Models:
         if role.parallel is None or role.parallel == own:
             return own, nullcontext
         if role.parallel not in self._grids:
-            timeout_s = groups.collective_timeout_s(self.config.cluster.stall_s)
-            self._grids[role.parallel] = groups.Grid(role.parallel, seed=self.config.trainer.seed, timeout_s=timeout_s)
+            timeout_s = process_groups.collective_timeout_s(self.config.cluster.stall_s)
+            self._grids[role.parallel] = process_groups.Grid(
+                role.parallel, seed=self.config.trainer.seed, timeout_s=timeout_s
+            )
         return role.parallel, self._grids[role.parallel].active
 
 

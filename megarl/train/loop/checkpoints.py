@@ -9,8 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from megarl.buffer.order.choice import tasks_per_step
 from megarl.buffer.order.draws import data_cursor
+from megarl.buffer.order.group_choice import tasks_per_step
 from megarl.buffer.store import Store
 from megarl.core.errors import CheckpointError, DiskFullError, FencedError, NonRetryableError
 from megarl.core.schema import WeightsVersion

@@ -16,7 +16,7 @@ from megarl.core.processes import heartbeat
 from megarl.core.schema import WeightsVersion
 from megarl.learn import algorithms
 from megarl.learn.memory.phases import Phase
-from megarl.learn.parallel import groups
+from megarl.learn.parallel import process_groups
 from megarl.train.inference.inference import Inference
 from megarl.train.inference.models import REFERENCE, Models, trains_scores
 from megarl.train.loop.checkpoints import Checkpointer
@@ -39,9 +39,9 @@ class TrainerRank:
         self.ranks.stop_on_sigterm()
         if config.trainer.async_checkpoint:
             checkpoint_writer.of_process()  # before models and a GPU: it is a fork of this process
-        self.timeout_s = groups.collective_timeout_s(config.cluster.stall_s)
+        self.timeout_s = process_groups.collective_timeout_s(config.cluster.stall_s)
         # seeds torch's generators too
-        position = groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s)
+        position = process_groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s)
         random.seed(config.trainer.seed)
         np.random.seed(config.trainer.seed)
         self.context = RunContext.of(config, position.rank)

@@ -13,8 +13,8 @@ from megarl.train.inference.models import Models
 from megarl.train.part import Part
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.state import TrainState
+from megarl.train.sync.last_published import SentWeights
 from megarl.train.sync.probe import probe_text
-from megarl.train.sync.published import SentWeights
 
 ROLE = "average"
 

@@ -6,8 +6,8 @@ from collections.abc import Collection, Sequence
 from itertools import count
 from typing import Protocol
 
-from megarl.buffer.order.choice import TaskChoice
 from megarl.buffer.order.draws import EXTRA, data_seed, drawn_seed
+from megarl.buffer.order.group_choice import TaskChoice
 from megarl.buffer.order.pacing import Pacing, choose
 from megarl.buffer.order.replay import ReplayChoice
 from megarl.buffer.store import Store, UnusedGroup

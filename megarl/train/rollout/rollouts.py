@@ -10,7 +10,7 @@ from typing import Protocol
 
 from megarl.buffer.experience import Report, Verified, by_group, part_metrics, verifier_metrics, verify
 from megarl.buffer.experience.operators import Operators
-from megarl.buffer.order.choice import TaskChoice
+from megarl.buffer.order.group_choice import TaskChoice
 from megarl.buffer.order.pacing import Pacing
 from megarl.buffer.order.replay import ReplayChoice
 from megarl.buffer.store import Store, Used

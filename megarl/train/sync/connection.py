@@ -18,14 +18,14 @@ from megarl.core.processes import heartbeat
 from megarl.engines.client.addresses import JobAddresses
 from megarl.engines.client.control import EngineControl
 from megarl.engines.fleet import EngineRow, Fleet
+from megarl.engines.sync.bucket_memory import memory_file, unpin
 from megarl.engines.sync.link import LinkAddress
-from megarl.engines.sync.memory import memory_file, unpin
 from megarl.engines.sync.shared import Places, SharedMemorySender, machine
 from megarl.learn.parallel.grid import megatron_grid
+from megarl.train.sync.engine_parts import EnginePlans, PartOfEngines, partners_of, parts_of, places_of
 from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
 from megarl.train.sync.links import NONE_JOINED, Joined, TrainerLinks
-from megarl.train.sync.messages import RankMessages
-from megarl.train.sync.parts import EnginePlans, PartOfEngines, partners_of, parts_of, places_of
+from megarl.train.sync.rank_messages import RankMessages
 from megarl.weights.reshard.adapters import AdapterDelivery
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout

@@ -21,7 +21,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engines.client.control import EngineState, Pause
 from megarl.engines.client.probe import Probed, ProbeText
 from megarl.train.sync.fleet import EngineFleet, failures, results
-from megarl.train.sync.messages import RankMessages
+from megarl.train.sync.rank_messages import RankMessages
 from megarl.weights.reshard.execute import Digests, compare, folds_of, merge
 from megarl.weights.reshard.plan import ReshardPlan
 

@@ -25,10 +25,10 @@ from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
+from megarl.train.sync.last_published import SentDigests, SentWeights
 from megarl.train.sync.probe import probe_text, test_adapter
 from megarl.train.sync.publication import Delivery
 from megarl.train.sync.publish import WeightPublisher
-from megarl.train.sync.published import SentDigests, SentWeights
 from megarl.weights.reshard.adapters import MergedTensors, SeparateTensors
 from megarl.weights.reshard.execute import NO_ROOM
 

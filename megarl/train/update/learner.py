@@ -20,7 +20,7 @@ from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.schema import GroupStats, Trajectory, WeightsVersion
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import kl
-from megarl.learn.algorithms.terms.parts import counts
+from megarl.learn.algorithms.terms.token_parts import counts
 from megarl.learn.memory.phases import Phase
 from megarl.learn.training import objectives
 from megarl.learn.training.model import TrainedModel

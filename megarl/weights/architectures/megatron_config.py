@@ -250,7 +250,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
         # A list makes dist_checkpointing keep layers apart, so it is given only where layers differ.
         "moe_layer_freq": 1 if all(pattern) else pattern,
         "moe_shared_expert_intermediate_size": sizes.shared_ffn or None,
-        # Those of ``model.router`` (learn/models/experts/router.py) do not change with how an update is cut.
+        # Those of ``model.router`` (learn/models/experts/balanced_router.py) do not change with how an update is cut.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }

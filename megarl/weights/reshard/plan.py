@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from megarl.core.errors import PlanError
 from megarl.weights.reshard.boxes import Box, Shape
+from megarl.weights.reshard.copy_shares import Share, cut, shares_of
 from megarl.weights.reshard.layout import Layout, Owners
-from megarl.weights.reshard.shares import Share, cut, shares_of
 from megarl.weights.reshard.wants import Kind, RankWants, Want, Wants
 
 

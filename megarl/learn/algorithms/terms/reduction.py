@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from megarl.learn.algorithms.terms.parts import PART
+from megarl.learn.algorithms.terms.token_parts import PART
 
 Together = Callable[[torch.Tensor], torch.Tensor]
 """[n, ...] of the sequences that this rank holds -> [N, ...] of all sequences of the step, in the step's order. Every

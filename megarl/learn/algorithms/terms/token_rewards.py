@@ -17,8 +17,8 @@ import torch
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms.terms import kl
-from megarl.learn.algorithms.terms.parts import PART, doubles, sums
 from megarl.learn.algorithms.terms.reduction import Tokens, totals_of
+from megarl.learn.algorithms.terms.token_parts import PART, doubles, sums
 from megarl.learn.algorithms.types import StepInput
 
 VARIANCE_EPSILON = 1e-8

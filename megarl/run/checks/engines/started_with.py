@@ -13,7 +13,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job, ProcessKind
 from megarl.engines.client.names import EIGHT_BIT_BLOCK
 from megarl.run.checks.engines.options import check_engine_options
-from megarl.run.nodes import devices
+from megarl.run.nodes import gpu_state
 from megarl.weights.architectures import architecture
 
 EIGHT_BIT_CAPABILITY = 8.9
@@ -59,7 +59,7 @@ def check_capability(config: Config, job: Job) -> None:
     nvidia-smi names none: other nodes have the GPUs of this one, or are refused for it."""
     if config.rollout.weight_dtype == "auto" or not job.has(ProcessKind.ENGINE):
         return
-    newest = devices.newest_capability(devices.gpus())
+    newest = gpu_state.newest_capability(gpu_state.gpus())
     if newest is not None and newest < EIGHT_BIT_CAPABILITY:
         raise ConfigError(
             f"rollout.weight_dtype=fp8 on GPUs of compute capability {newest}: vLLM multiplies in 8 bits from "

@@ -16,7 +16,7 @@ from megarl.config.lora import LoraConfig
 from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.architectures import Head, HFConfig
 from megarl.weights.checkpoint.convert.convert import ConversionSummary, Settings
-from megarl.weights.checkpoint.convert.opened import EMBEDDING_KEY, OUTPUT, config_folder
+from megarl.weights.checkpoint.convert.open_checkpoint import EMBEDDING_KEY, OUTPUT, config_folder
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.megatron.dist import ADAPTER, DistFiles, find_dist, has_adapters

@@ -16,10 +16,10 @@ import torch
 
 from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.checkpoint.convert.convert import ConversionSummary, Settings, run
-from megarl.weights.checkpoint.convert.opened import Opened, open_hf_checkpoint
-from megarl.weights.checkpoint.convert.pool import Count, each
+from megarl.weights.checkpoint.convert.open_checkpoint import Opened, open_hf_checkpoint
 from megarl.weights.checkpoint.convert.stream import BLOCK_ELEMENTS
 from megarl.weights.checkpoint.convert.targets import HFTarget
+from megarl.weights.checkpoint.convert.threads import Count, each
 from megarl.weights.checkpoint.convert.verify import check_written
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.hf_files import HFFiles

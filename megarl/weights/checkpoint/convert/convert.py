@@ -22,10 +22,16 @@ from typing import Any
 import torch
 
 from megarl.core.errors import CheckpointError
-from megarl.weights.checkpoint.convert.opened import Head, Opened, family, open_dist_checkpoint, open_hf_checkpoint
-from megarl.weights.checkpoint.convert.pool import Count, each
+from megarl.weights.checkpoint.convert.open_checkpoint import (
+    Head,
+    Opened,
+    family,
+    open_dist_checkpoint,
+    open_hf_checkpoint,
+)
 from megarl.weights.checkpoint.convert.stream import Digests, OutFile, Region, Transfer, add
 from megarl.weights.checkpoint.convert.targets import DistTarget, HFTarget, Target, file_size
+from megarl.weights.checkpoint.convert.threads import Count, each
 from megarl.weights.checkpoint.convert.verify import check_written
 from megarl.weights.checkpoint.formats.hf_source import small_files
 from megarl.weights.checkpoint.formats.output import Finished, OutputDirectory

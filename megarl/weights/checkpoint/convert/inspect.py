@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 
 from megarl.core.errors import CheckpointError
-from megarl.weights.checkpoint.convert.opened import Head, Opened, family, open_checkpoint
+from megarl.weights.checkpoint.convert.open_checkpoint import Head, Opened, family, open_checkpoint
 from megarl.weights.checkpoint.convert.verify import compute_digests, header_faults, training_fault
 from megarl.weights.checkpoint.formats.hf_source import open_files
 from megarl.weights.checkpoint.formats.megatron.dist import DistFiles, find_dist, missing_elements
 from megarl.weights.checkpoint.formats.output import MANIFEST
-from megarl.weights.checkpoint.formats.parts import in_files
 from megarl.weights.checkpoint.formats.target_manifest import TargetManifest, read_target_manifest
+from megarl.weights.checkpoint.formats.tensor_parts import in_files
 from megarl.weights.checkpoint.formats.values import dtype_fault, text_of
 
 

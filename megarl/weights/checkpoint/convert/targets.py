@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megarl.weights.checkpoint.convert.opened import Opened
+from megarl.weights.checkpoint.convert.open_checkpoint import Opened
 from megarl.weights.checkpoint.convert.stream import OutFile, Region
 from megarl.weights.checkpoint.formats.fp8 import Dequantised
 from megarl.weights.checkpoint.formats.hf_files import INDEX, HFFiles, groups, header_bytes, shards
@@ -22,8 +22,8 @@ from megarl.weights.checkpoint.formats.megatron.dist import Chunk, DistFiles, St
 from megarl.weights.checkpoint.formats.megatron.keys import extra_states, other_name
 from megarl.weights.checkpoint.formats.megatron.write import write_chunk, write_metadata
 from megarl.weights.checkpoint.formats.output import Finished, write_json
-from megarl.weights.checkpoint.formats.parts import Divided
 from megarl.weights.checkpoint.formats.slices import as_bytes
+from megarl.weights.checkpoint.formats.tensor_parts import Divided
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.boxes import Box
 from megarl.weights.reshard.layout import Layout

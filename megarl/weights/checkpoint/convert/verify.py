@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from megarl.core.errors import CheckpointError, first_of
-from megarl.weights.checkpoint.convert.opened import Opened, open_hf_checkpoint
-from megarl.weights.checkpoint.convert.pool import Count, each
+from megarl.weights.checkpoint.convert.open_checkpoint import Opened, open_hf_checkpoint
 from megarl.weights.checkpoint.convert.stream import Digests, OutFile, Transfer, add
 from megarl.weights.checkpoint.convert.targets import HFTarget, file_size
+from megarl.weights.checkpoint.convert.threads import Count, each
 from megarl.weights.checkpoint.formats.output import MANIFEST
 from megarl.weights.checkpoint.formats.target_manifest import TargetManifest, read_target_manifest
 from megarl.weights.checkpoint.formats.values import text_of

@@ -35,8 +35,8 @@ from megarl.weights.checkpoint.formats.hf_source import (
 )
 from megarl.weights.checkpoint.formats.output import partial_path, write_json
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
-from megarl.weights.checkpoint.formats.parts import FilePlace
 from megarl.weights.checkpoint.formats.slices import Source
+from megarl.weights.checkpoint.formats.tensor_parts import FilePlace
 from megarl.weights.checkpoint.formats.values import value_fault, warn_of_casts
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.buckets import wire_dtype

@@ -17,9 +17,9 @@ from megarl.weights.architectures.complete import complete
 from megarl.weights.checkpoint.formats.fp8 import SCALE, Dequantised
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
 from megarl.weights.checkpoint.formats.output import MANIFEST, write_json
-from megarl.weights.checkpoint.formats.parts import Divided, FilePlace, in_files, places, places_of_parts
 from megarl.weights.checkpoint.formats.score_pad import CLASSIFIER, is_classifier, with_score_pad, write_pad_token
 from megarl.weights.checkpoint.formats.slices import Source
+from megarl.weights.checkpoint.formats.tensor_parts import Divided, FilePlace, in_files, places, places_of_parts
 from megarl.weights.checkpoint.formats.values import check_dtypes
 from megarl.weights.reshard.boxes import Shape
 from megarl.weights.reshard.layout import Layout

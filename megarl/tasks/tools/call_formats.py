@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.core.text import without_surrogates
-from megarl.tasks.tools.arguments import Parameters, read_argument
+from megarl.tasks.tools.argument_types import Parameters, read_argument
 
 MAX_DEPTH = 64
 """Most levels of arguments."""

@@ -39,7 +39,7 @@ from megarl.weights.checkpoint.formats.megatron.dist import (
     shared_chunk,
 )
 from megarl.weights.checkpoint.formats.megatron.keys import adapt, is_known
-from megarl.weights.checkpoint.formats.parts import Divided
+from megarl.weights.checkpoint.formats.tensor_parts import Divided
 from megarl.weights.checkpoint.formats.values import check_dtypes
 from megarl.weights.checkpoint.training.manifest import check_finished
 from megarl.weights.reshard.layout import Layout

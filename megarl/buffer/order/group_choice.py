@@ -14,7 +14,7 @@ import numpy as np
 
 from megarl.buffer.order.draws import SOURCE
 from megarl.buffer.order.orders import Draw, curriculum, in_file_order, prioritized, shuffled
-from megarl.buffer.order.shares import Shares
+from megarl.buffer.order.source_shares import Shares
 from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.core.errors import DataError

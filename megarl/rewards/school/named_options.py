@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from megarl.rewards.answer import sequences
+from megarl.rewards.answer import selections
 from megarl.rewards.answer.normalize import half_width
 from megarl.rewards.school import read as k12_read
 from megarl.rewards.school.short import same_short
@@ -145,14 +145,14 @@ def _items(text: str, at: int, texts: Mapping[str, str]) -> Sequence[tuple[str, 
 
 def same_circled(wanted: Sequence[int], pred: str, options: Mapping[str, str]) -> bool:
     """Return True if a prediction names the circled numbers, by ``②``, ``2``, ``(2)`` or what they stand before."""
-    if sequences.numbers(pred) is not None:
-        return sequences.same_selection(wanted, pred)
+    if selections.numbers(pred) is not None:
+        return selections.same_selection(wanted, pred)
     if options:
         found = by_texts(pred, options)
-        return found is not None and sorted(map(sequences.label, found), key=str) == sorted(wanted, key=str)
+        return found is not None and sorted(map(selections.label, found), key=str) == sorted(wanted, key=str)
     first, rest = pred.strip()[:1], pred.strip()[1:]  # ② osmosis
     return (
-        sequences.circled(first) == list(wanted)
-        and sequences.circled_in(rest) == []
+        selections.circled(first) == list(wanted)
+        and selections.circled_in(rest) == []
         and not re.search(r"或|不|\bor\b|\bnot\b|\d", rest)
     )
