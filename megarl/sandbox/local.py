@@ -32,6 +32,7 @@ class LocalSandbox:
 
     def __init__(self, host: Host) -> None:
         self.host = host
+        """What this machine has for a sandbox."""
         self._threads = threading.local()
 
     def run(self, program: str, tests: Sequence[Test], limits: Limits, stop: bool = False) -> list[Result]:

@@ -37,6 +37,7 @@ class TaskChoice:
         self._first_spare = 1 + extra
         self._staleness = config.sync.max_staleness
         self.store = store
+        """Store with the tasks, and what became of earlier steps."""
         self._sources = sources_of(config.taskset, "train")
         self._success: dict[str, float] = {}
         self._read_to = 0

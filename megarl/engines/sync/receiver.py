@@ -144,6 +144,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
     writer: SliceWriter | None = None
+    """Writer of this worker's model; None before ``agree``."""
     adapted: AdaptedWriter | None = None
     """``writer`` where the trainer's model has adapters, with engines' own adapters."""
     _agreed: str | None = None

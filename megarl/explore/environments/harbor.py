@@ -59,6 +59,7 @@ class Harbor:
         self._seconds = self._task.agent_s
         self._most = options.get("output_bytes", OUTPUT_BYTES)
         self.sandbox = HarborSandbox(self._task)
+        """Shell in which the model acts."""
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:

@@ -45,6 +45,7 @@ class HarborSandbox:
         self._link, inside = socket.socketpair()
         with inside:
             self.process = STARTER.submit(self._start, inside).result()
+            """Process of the sandbox."""
         self._lines = self._link.makefile("rwb")
         self._files = files_of(task.copies)
 

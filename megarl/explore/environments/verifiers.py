@@ -35,6 +35,7 @@ class VerifiersProcess:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.process: subprocess.Popen[str] | None = None
+        """The server; None before the first episode."""
         self._folder = ""
 
     def connect(self, options: Mapping[str, Any]) -> socket.socket:

@@ -89,6 +89,7 @@ class RemoteNode:
 
     def __init__(self, channel: Channel, hello: dict[str, Any]) -> None:
         self.channel = channel
+        """Connection to the node's supervisor."""
         self.rank = int(hello["rank"])
         self.role: Role = hello["role"]
         self.facts = health.from_message(hello["facts"])
@@ -100,6 +101,7 @@ class RemoteNode:
         self.lost_at = 0.0
         self._fault: str | None = None
         self.processes: dict[str, RemoteProcess] = {}
+        """Name -> process of this node."""
         self._replies: dict[str, dict[str, Any]] = {}
         self._received = threading.Condition()
         threading.Thread(target=self._listen, daemon=True, name=f"node {self.rank}").start()
@@ -223,6 +225,7 @@ class Gathering:
         self._key = key
         self._silence_s = silence_s
         self.nodes: dict[int, RemoteNode] = {}
+        """Number -> node that has come."""
         self.expected = set(range(1, allocation.nodes))
         """Numbers of the nodes that have not come yet."""
         self._came = threading.Condition()

@@ -61,6 +61,7 @@ class Child:
         with log.open("ab") as output:
             self._start = output.tell()
             self.process = self._start_process(argv, {**os.environ, **env}, output.fileno(), keep, servers)
+            """Process as its starter sees it: forked by a fork server, or started by itself."""
         self._echo = threading.Thread(target=self._show, daemon=True) if echo else None
         if self._echo is not None:
             self._echo.start()

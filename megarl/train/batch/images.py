@@ -34,7 +34,7 @@ class ImageInputs:
         self._processor = processor
         self._vision = vision
         self.kept: OrderedDict[str, torch.Tensor] = OrderedDict()
-        """By digest, the last asked for at the end."""
+        """Digest -> patches of images that were asked for, the newest request at the end."""
         self._nbytes = 0
 
     @classmethod

@@ -100,6 +100,7 @@ class EngineConnection:
         """Engines that take weights together, since ``connect``."""
         self.messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
         self.timeout_s = config.sync.timeout_s
+        """Seconds for which a link is waited for as it is joined, and for each message."""
         self.generation = 0
         """Number of the last ``connect``."""
         self._file = memory_file()
