@@ -36,7 +36,7 @@ def test_both_engines_are_joined_after_the_check(tmp_path: Path, monkeypatch: py
     context = RunContext(Config(store=StoreConfig(poll_s=0.001)), tmp_path, 1, 0)
     check = ColdCheck(context, store, nothing, nothing, nothing, nothing, nothing, nothing)
     looks, seen = 0, []
-    for _ in check.compare_engine(ProbeText([1, 2], [-0.5], 1.0), VERSION):
+    for _ in check._compared(ProbeText([1, 2], [-0.5], 1.0), VERSION):
         engine, looks = store.engines.own()[0], looks + 1
         if not engine.is_done:
             state = ABSENT if engine.turn is EngineTurn.AWAY else STARTING

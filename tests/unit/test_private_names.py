@@ -15,6 +15,7 @@ ALLOWED = {
     "_C": "the compiled extension, whose functions the tests of kernels call",
     "_parameters": "torch's: a module's table of its parameters",
     "_buffers": "torch's: a module's table of its buffers",
+    "_compared": "ColdCheck's: the public names of a part are the hooks of a step, which wait for all of the check",
 }
 """Name -> why tests may use it."""
 BY_NAME = {"setattr", "getattr", "delattr", "hasattr", "object"}

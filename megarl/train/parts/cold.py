@@ -84,7 +84,7 @@ class ColdCheck(Part):
         self._memory.enter(Phase.SYNC)
         text = probe_text(self._context.config, self._models.head, self._models.actor.model, DECODED)
         self._export(self._folder)
-        failure = self._await(self.compare_engine(text, weights.version) if self._context.rank == 0 else iter(()))
+        failure = self._await(self._compared(text, weights.version) if self._context.rank == 0 else iter(()))
         if not self._ranks.agree(not isinstance(failure, WeightsDiffer)):
             raise failure or WeightSyncError("an engine that began with the weights differs; rank 0's log says how")
         compared = self._ranks.agree(failure is None)
@@ -114,7 +114,7 @@ class ColdCheck(Part):
             done = self._ranks.agree(done)
         return failure
 
-    def compare_engine(self, text: ProbeText, version: WeightsVersion) -> Iterator[None]:
+    def _compared(self, text: ProbeText, version: WeightsVersion) -> Iterator[None]:
         """Compare an engine that has the weights ``version`` by updates with itself once it has begun with their files;
         yields while it waits. Raises EngineError, WeightsDiffer."""
         config = self._context.config
