@@ -13,22 +13,23 @@ from megarl import _C
 library: ModuleType = _C
 """The extension. Tests put another build in its place: kernels in float64, or CUDA kernels emulated on the CPU."""
 
-_twin = False
+runs_twins = False
+"""True once ``use`` has chosen the plain-torch twins; :func:`twin` returns it."""
 _torch_library = torch.library.Library("megarl", "DEF")
 
 
 def use(implementation: Literal["megarl", "torch"]) -> None:
     """Run the ops by megarl's kernels, or by their plain-torch twins (slower, larger; to separate one's own faults from
     ours)."""
-    global _twin
+    global runs_twins
     if implementation not in ("megarl", "torch"):
         raise ValueError(f"implementation must be megarl or torch, got {implementation!r}")
-    _twin = implementation == "torch"
+    runs_twins = implementation == "torch"
 
 
 def twin() -> bool:
     """Did ``use("torch")`` choose the plain-torch twins?"""
-    return _twin
+    return runs_twins
 
 
 def real() -> torch.dtype:

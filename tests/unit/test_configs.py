@@ -448,11 +448,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tokenizer(folder: Path, config: FromScratchConfig) -> None:
-    from megarl.learn.models.from_scratch import SPECIAL_TOKENS, VISION_TOKENS, _save_tokenizer, train_tokenizer
+    from megarl.learn.models.from_scratch import SPECIAL_TOKENS, VISION_TOKENS, save_tokenizer, train_tokenizer
 
     texts = [text for rows in PUBLISHED.values() for row in rows for text in map(str, row.values())] + [DOCS]
     special = (*SPECIAL_TOKENS, *(VISION_TOKENS if config.model_type == "qwen2_5_vl" else ()))
-    _save_tokenizer(train_tokenizer(texts, 400, special=special), folder, config)
+    save_tokenizer(train_tokenizer(texts, 400, special=special), folder, config)
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> None:

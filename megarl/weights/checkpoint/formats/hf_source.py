@@ -32,7 +32,7 @@ LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 """Endings of classes in ``architectures``."""
 _DERIVED = ("rotary_emb.inv_freq",)
 """Endings of tensors that some files have although the model computes them."""
-_JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch.joined)
+JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch.joined)
 """Endings of tensors that have several logical ones."""
 _PACKED = ("_proj_blocks", "_proj_scales")
 """Endings of weights in MXFP4."""
@@ -103,7 +103,7 @@ def open_hf(path: Path) -> HFFiles | Dequantised | Divided:
     ArchitectureError for a config.json that the table of a family with joined tensors does not cover.
     """
     files = open_files(path)
-    return divided(files, read_hf_config(path)) if any(name.endswith(_JOINED) for name in files.shapes) else files
+    return divided(files, read_hf_config(path)) if any(name.endswith(JOINED) for name in files.shapes) else files
 
 
 def divided(files: HFFiles | Dequantised, hf_config: Mapping[str, Any]) -> HFFiles | Dequantised | Divided:
