@@ -144,10 +144,10 @@ def test_rows_of_ones_own_need_an_experiment(option: list[str]) -> None:
     """The quickstart's learning rate, warm start and eight tokens of a response would hold without a word."""
     words = ["train", *option, "taskset.train=a.parquet", "taskset.eval=b.parquet"]
     with pytest.raises(ConfigError, match=r"taskset\.train=a\.parquet without an experiment.*add experiment=own"):
-        _train(_parse(words))
+        COMMANDS["train"](parse_arguments(words))
     if not option:
         with pytest.raises(ConfigError, match="model.path"):
-            _train(_parse([*words, "experiment=own"]))
+            COMMANDS["train"](parse_arguments([*words, "experiment=own"]))
 
 
 def test_without_a_command_it_says_so() -> None:
