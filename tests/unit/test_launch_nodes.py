@@ -378,8 +378,8 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
     config = config_of(tmp_path)
     allocation = Allocation(0, 2, "127.0.0.1", port, "n0")
     code = (
-        "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\nfrom megarl.run.nodes import node_agent as "
-        "agent\n"
+        "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\n"
+        "from megarl.run.nodes import node_agent as agent\n"
         "from megarl.run.nodes.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
         f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r}), "
         f"'cluster.stall_s=2'), {KEY!r}))"
