@@ -96,10 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--check", action="store_true", help="validate settings, rows and models, start nothing")
     explore = add(
         "explore",
-        "Run the engines and the explorer of a run whose trainer is a program of its own (`megarl train "
+        "Run the engines and the explorer of a run whose trainer is a separate program (`megarl train "
         "run.mode=train`), in either order; ends with the run (docs/modes.md).",
     )
-    explore.add_argument("overrides", nargs="*", help="hydra overrides: those of the trainer")
+    explore.add_argument("overrides", nargs="*", help="hydra overrides, the same as the trainer's")
     explore.add_argument(
         "--number", type=int, default=0, metavar="N", help="of several explore programs of a run, from 0: each its own"
     )
@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Run the PostgreSQL server of a run whose other parts are programs of their own (store=postgres); ends with "
         "the run, or on SIGTERM (docs/modes.md).",
     )
-    store.add_argument("overrides", nargs="*", help="hydra overrides: those of the trainer")
+    store.add_argument("overrides", nargs="*", help="hydra overrides, the same as the trainer's")
     data = add("data", data_command.DESCRIPTION)
     data_command.add_arguments(data)
     doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
@@ -294,12 +294,14 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.multirun:
         return _sweep(arguments)
     if arguments.count or arguments.index is not None:
-        raise ConfigError("--index and --count are of a sweep; add -m")
+        raise ConfigError("--index and --count need a sweep; add -m")
     config = compose(
         arguments.overrides, own=arguments.config_dir
     )  # before the imports that take seconds: a mistyped key is reported at once
     if config.run.mode in ("explore", "bench"):
-        raise ConfigError(f"run.mode={config.run.mode} is of `megarl {config.run.mode}`; leave it out, or run that")
+        raise ConfigError(
+            f"run.mode={config.run.mode} belongs to `megarl {config.run.mode}`; leave it out, or run that command"
+        )
     return _check_job(config, arguments) if arguments.check else _run_job(config)
 
 

@@ -120,7 +120,7 @@ def live_url(run_dir: Path, key: str | None, *, starting: bool = False) -> str |
     address = run_dir / "postgres" / ADDRESS
     where = address.read_text() if address.is_file() else "it is starting"
     fix = (
-        f"{run_dir} has a job that is running, with a PostgreSQL server of its own ({where}); the job writes its "
+        f"{run_dir} has a job that is running, with its own PostgreSQL server ({where}); the job writes its "
         "report when it ends, and its metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key "
         "that the job was started with, on a node that reaches that address"
     )

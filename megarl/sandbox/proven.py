@@ -29,6 +29,6 @@ def local_sandbox(python: str | None = None) -> LocalSandbox:
             except SandboxError as error:
                 sandbox = LocalSandbox(dataclasses.replace(found, nested=False))
                 selftest.prove(sandbox)
-                logging.warning("each program is run by a bwrap of its own, which is slow, for here %s", error)
+                logging.warning("each program is run by a separate bwrap, which is slow, for here %s", error)
             known[python] = sandbox
         return known[python]

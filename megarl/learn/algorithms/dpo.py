@@ -28,7 +28,7 @@ def loss(batch: LossInput, config: PreferenceConfig) -> Loss:
         raise ConfigError(f"{config.name} needs ref_logp for its loss; the trainer must compute it first")
     if config.preference == "ipo" and config.label_smoothing:
         raise ConfigError(
-            f"algorithm.label_smoothing={config.label_smoothing} is of preference=sigmoid, ipo has none; set it to 0"
+            f"algorithm.label_smoothing={config.label_smoothing} needs preference=sigmoid; with ipo set it to 0"
         )
     place = (batch.mask, batch.row, batch.num_rows)
     counted = pairs.whole(*place)

@@ -105,7 +105,7 @@ def check_mode(config: Config, job: Job) -> None:
     if mode != "both" and config.rollout.placement != "separate":
         raise ConfigError(
             f"run.mode={mode} with rollout.placement={config.rollout.placement}: engines that take turns with the "
-            "trainer are of its own job; set run.mode=both or rollout.placement=separate"
+            "trainer must be in the same job; set run.mode=both or rollout.placement=separate"
         )
     if mode == "both" and config.sync.method == "checkpoint":
         raise ConfigError(

@@ -78,7 +78,7 @@ def await_run(config: Config, nodes: int) -> Config | None:
     )
     if found := differences(run, config):
         raise ConfigError(
-            f"run.mode=explore: settings are not those of the run in {run_dir}: {described(found)}; give this command "
+            f"run.mode=explore: settings differ from the run in {run_dir}: {described(found)}; give this command "
             "the overrides of the trainer's"
         )
     check_settings(config, algorithms.get(config.algorithm.name), nodes)

@@ -146,7 +146,7 @@ def _given(location: RowLocation, row: dict[str, Any], config: Config) -> GivenR
     if not isinstance(index, int) or isinstance(index, bool):
         location.refuse("index", "the number of a response in its group", index)
     if not isinstance(row.get("claim"), str):
-        location.refuse("claim", "that of the row which `megarl data awaiting` wrote", row.get("claim"))
+        location.refuse("claim", "the claim that `megarl data awaiting` wrote", row.get("claim"))
     try:
         verdict = to_verdict({name: row[name] for name in GIVEN if row.get(name) is not None})
     except (TypeError, ValueError) as error:

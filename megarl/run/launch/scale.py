@@ -110,7 +110,7 @@ def program_of(run_dir: str, programs: Sequence[str], asked: str | None) -> str:
         assert asked is not None
         return asked
     named = ", ".join(f"{PROGRAM}={name}" for name in programs)
-    raise ConfigError(f"{PROGRAM}={asked or ''}: the engines of {run_dir} are of several; give one of {named}")
+    raise ConfigError(f"{PROGRAM}={asked or ''}: {run_dir} has engines of several programs; add one of {named}")
 
 
 ENGINES, TP = "engines", "tp"
@@ -149,7 +149,7 @@ def check_tp(config: Config) -> None:
     if config.sync.deterministic:
         raise ConfigError(
             f"{setting}: sync.deterministic=true has the same bits in every run, and engines of another tp add in "
-            "another order; set rollout.tp for a run of its own"
+            "another order; set rollout.tp in another run"
         )
     if _are_asked_by_workers(config):
         raise ConfigError(

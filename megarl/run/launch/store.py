@@ -39,7 +39,7 @@ def serve(config: Config) -> int:
     """
     if config.store.url != OWN_SERVER:
         raise ConfigError(
-            f"store.url={config.store.url} needs no program of its own; set store=postgres for a server of the run"
+            f"store.url={config.store.url} needs no separate program; set store=postgres for a server of the run"
         )
     run_dir = Path(config.run.dir)
     key = os.environ.get(KEY_VARIABLE) or run_key(run_dir)

@@ -174,7 +174,10 @@ class Units:
             elif now - self._closed.setdefault(unit, now) > CLOSED_S:
                 self._closed[unit] = now
                 log.error(
-                    "%s lives but listens at %s no more (%s); killing it", s.process.name, s.spec.listens, s.process.log
+                    "%s is alive but no longer listens at %s (%s); killing it",
+                    s.process.name,
+                    s.spec.listens,
+                    s.process.log,
                 )
                 s.process.signal(signal.SIGKILL)
 

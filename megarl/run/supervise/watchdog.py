@@ -129,7 +129,7 @@ class Watchdog:
         if self._idle_s <= self._stall_s + self._config.rollout.request_timeout_s:
             return None
         return (
-            "the job waits for a rollout of which no sample has ended and no token was generated for "
+            "the job waits for a rollout: no sample has ended and no token was generated for "
             f"{self._idle_s:.0f} s (cluster.stall_s={self._stall_s:g} beyond "
             f"rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); the explorer: {explorers[0].phase}"
         )

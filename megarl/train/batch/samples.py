@@ -160,7 +160,7 @@ class StepSamples:
             layouts.setdefault((layout[0], layout[1]), name)
         if len(layouts) > 1:
             raise NonRetryableError(
-                "expert ids of one step are of several layouts (layers, experts of a token): "
+                "expert ids of one step have several layouts (layers, experts of a token): "
                 f"{', '.join(f'{layout} of {name}' for layout, name in layouts.items())}; {WITHOUT_REPLAY}"
             )
 

@@ -72,7 +72,7 @@ class EngineFleet:
             try:
                 while wait(futures, timeout=_LOOK_S).not_done:
                     if gone := left_out():
-                        raise EngineError(f"the engine at {gone[0]} was waited for, and is to be joined no more")
+                        raise EngineError(f"the engine at {gone[0]} is no longer to be joined")
             finally:
                 over.set()
         results(futures)

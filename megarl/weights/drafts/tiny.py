@@ -73,7 +73,7 @@ def tiny_config(folder: Path) -> dict[str, Any]:
     config = read_config_json(folder, "DIR")
     if "text_config" in config or "vision_config" in config:
         raise ArchitectureError(
-            f"{folder / 'config.json'} is of a model with images; give the config.json of its language model alone"
+            f"{folder / 'config.json'} describes a model with images; give the config.json of its language model alone"
         )
     model_type = str(config.get("model_type"))
     try:

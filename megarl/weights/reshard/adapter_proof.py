@@ -67,7 +67,7 @@ class ProvenTensors(Mapping[str, torch.Tensor]):
         elif isinstance(self._tensors, MergedTensors) and name in model.adapters:
             check_merged(name, found, model, self._turn)
         elif found is not model.own[name] and not torch.equal(found, model.own[name]):
-            raise WeightsDiffer(f"{name} is sent otherwise than the trainer has it: it has no adapter of its own")
+            raise WeightsDiffer(f"{name} is sent otherwise than the trainer has it: it has no adapter")
 
 
 @torch.no_grad()

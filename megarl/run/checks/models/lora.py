@@ -52,7 +52,7 @@ def check_lora_settings(config: Config) -> None:
         (
             model.router.bias_update_rate > 0,
             f"model.router.bias_update_rate={model.router.bias_update_rate:g}",
-            "the biases of routers are of the model itself, which does not change; set it to 0",
+            "router biases belong to the base model, which does not change; set it to 0",
         ),
         (
             model.train_vision_tower,
@@ -74,12 +74,12 @@ def check_lora_settings(config: Config) -> None:
         (
             reference.offload != "none",
             f"reference.offload={reference.offload}",
-            f"{base}, without memory of its own; set it to none (trainer.offload moves the actor)",
+            f"{base}, which has no separate memory; set it to none (trainer.offload moves the actor)",
         ),
         (
             config.evaluation.average is not None,
             f"evaluation.average={config.evaluation.average}",
-            "the average is one of whole models, of which adapters make no second one; leave it out",
+            "the average needs a second whole model, which a job with adapters does not have; leave it out",
         ),
     ]
     for is_refused, setting, why in refused:

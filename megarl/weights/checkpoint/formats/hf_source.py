@@ -236,7 +236,7 @@ def check_shape(name: str, where: Path, found: Shape, expected: Shape) -> None:
     """Raise CheckpointError where a tensor has another shape than expected."""
     if found != expected:
         raise CheckpointError(
-            f"{name} in {where} has shape {found}, config.json asks for {expected}; the two are of different models"
+            f"{name} in {where} has shape {found}, config.json asks for {expected}; they belong to different models"
         )
 
 

@@ -96,7 +96,7 @@ class OutputDirectory:
         try:
             first, *lines = (self.path / JOURNAL).read_text().splitlines()
             if json.loads(first) != {"job": self._job}:
-                logging.info("%s is of another source or other settings; starting again", self.path)
+                logging.info("%s belongs to another source or other settings; starting again", self.path)
                 return {}
         except (FileNotFoundError, ValueError):
             return {}

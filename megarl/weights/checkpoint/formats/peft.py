@@ -233,7 +233,7 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
     if not chosen:
         raise CheckpointError(
             f"{folder / CONFIG} has target_modules={found['target_modules']!r}, which is no linear layer of "
-            f"{arch.name}; give the model that the adapter is of"
+            f"{arch.name}; give the model that the adapter is for"
         )
     lora = LoraConfig(
         rank=int(found.get("r", 8)),
@@ -475,8 +475,8 @@ def open_adapter(
     for copy, name in copies.items():
         if base is not None and not _is_copy(files, copy, base, name):
             raise CheckpointError(
-                f"{copy} in {path} is not {name} of {base.path}: the adapter is of another model; set model.path to "
-                "that, or save the adapter with save_embedding_layers=False if the weights need not be equal"
+                f"{copy} in {path} is not {name} of {base.path}: the adapter is for another model; set model.path to "
+                "that model, or save the adapter with save_embedding_layers=False if the weights need not be equal"
             )
     return files
 
