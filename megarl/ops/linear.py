@@ -111,8 +111,7 @@ def linear_logprob_loss(
         The other arguments are those in :func:`linear_logprob`.
 
     Returns:
-        Scalar, differentiable in ``hidden`` and ``weight`` **once**: the backward scales the gradients that lie ready,
-        in place.
+        Scalar, differentiable in ``hidden`` and ``weight`` **once**: the backward scales the stored gradients in place.
 
     Memory in addition to arguments and gradients: ``logits_bytes`` (``None``: T·V elements) plus O(c), and for weights
     in half precision the same as :func:`linear_logprob`. Under ``torch.no_grad`` only the buffer.
