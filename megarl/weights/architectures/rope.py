@@ -61,9 +61,7 @@ def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
 def _rope(arch: Architecture, given: Mapping[str, Any], head: int) -> Rope:
     name, kind = arch.name, given["rope_type"]
     if arch.layers.rope_alpha and kind == "dynamic" and given.get("alpha"):
-        positive(
-            name, "factor of the rope scaling", given.get("factor")
-        )  # transformers requires a factor but does not use it
+        positive(name, "factor of the rope scaling", given.get("factor"))  # required, but unused, by transformers
         return Rope("default", given["rope_theta"] * positive(name, "alpha", given["alpha"]) ** (head / (head - 2)))
     if arch.norms.after_rope and kind == "yarn":
         raise ArchitectureError(
