@@ -70,8 +70,7 @@ def aside(target: Path) -> Path:
 
 
 def replace_directory(new: Path, target: Path) -> None:
-    """Sync ``new`` and rename it to ``target``. rename cannot replace a folder, so the old one is moved aside, then
-    removed."""
+    """Sync ``new`` and rename it to ``target``; the old folder is first moved aside, since rename cannot replace it."""
     sync_tree(new)
     recover_directory(target)
     old = aside(target)
@@ -87,8 +86,7 @@ def replace_directory(new: Path, target: Path) -> None:
 
 
 def recover_directory(target: Path) -> bool:
-    """Finish or undo a ``replace_directory`` that was killed. True if the new folder is missing and the old one is
-    restored."""
+    """Finish or undo a killed ``replace_directory``. True if the new folder is missing and the old one was restored."""
     old = aside(target)
     if exists(target) or not exists(old):
         _remove(old)

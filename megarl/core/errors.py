@@ -48,7 +48,7 @@ class WeightSyncError(MegarlError, RuntimeError):
 
 
 class WeightsDiffer(WeightSyncError):
-    """Trainer and engine, both alive, have different weights after a sync. A retry would hide a bug."""
+    """Two live sides have different weights after a sync. Sending them again would hide a bug."""
 
 
 class EngineError(MegarlError, RuntimeError):
@@ -56,8 +56,7 @@ class EngineError(MegarlError, RuntimeError):
 
 
 class EngineClosed(EngineError):
-    """The engine has other weights than requested, or no engine has them yet. Not a failure: the client tries
-    others."""
+    """The engine has other weights than requested, or no engine has them yet. No failure: the client tries others."""
 
 
 class RequestRefused(EngineError):
@@ -94,8 +93,7 @@ class OffloadError(JobError):
 
 
 class NotResident(MegarlError, RuntimeError):
-    """A model's memory was needed on the device while it was offloaded: a bug of ours. The text has its name and
-    place."""
+    """A model's memory was needed on the device while offloaded: a bug of ours. The text has its name and place."""
 
 
 class NonRetryableError(JobError):

@@ -50,8 +50,7 @@ PROGRAM = "MEGARL_PROGRAM"
 
 
 def kind_of(name: str) -> ProcessKind | None:
-    """Kind of a process from its name (``trainer rank 0``) or file stem (``trainer_0``); ``None`` for other
-    processes."""
+    """Kind of a process by its name (``trainer rank 0``) or file stem (``trainer_0``); ``None`` for any other."""
     return next((kind for kind in ProcessKind if name.startswith((kind.label, kind.stem))), None)
 
 

@@ -1,5 +1,4 @@
-"""Files with the tokens that each step trains on, ``RUN/batches/step_NNNNNN.npz`` (``trainer.keep_batches``). Numpy
-only.
+"""Files with each step's training tokens, ``RUN/batches/step_NNNNNN.npz`` (``trainer.keep_batches``). Numpy only.
 
 Shape legend: N sequences in the order in which they enter the model, T tokens of all sequences, G groups.
 """
@@ -27,7 +26,7 @@ class KeptBatch:
     tokens: np.ndarray
     """int32 [T]: input of the model, without padding."""
     targets: np.ndarray
-    """int32 [T]: token scored by the log-prob at each position; negative where no token is scored."""
+    """int32 [T]: target token of the log-prob at each position; negative for none."""
     mask: np.ndarray
     """bool [T]: positions in the loss, after all masking."""
     lengths: np.ndarray

@@ -20,8 +20,7 @@ from megarl.core.processes import heartbeat
 log = logging.getLogger(__name__)
 
 Sums = Mapping[str, tuple[float, float]]
-"""Metric name -> (sum, count), which ranks and micro-batches can add up. For ``max:name`` the first number is a
-maximum."""
+"""Metric name -> (sum, count), which ranks and micro-batches add up. For ``max:name`` the first number is a maximum."""
 
 
 def mean_of_sums(parts: Iterable[Sums]) -> dict[str, float]:
@@ -64,8 +63,7 @@ class MetricWriter:
     Args:
         warm_start_step: The last step of the warm start to keep.
         step: The last step of reinforcement learning to keep; -1 for none.
-        trackers: Closed with the writer. They raise nothing and do not block. Most keep the records of earlier
-            attempts.
+        trackers: Closed with the writer. They raise nothing and do not block. Most keep earlier attempts' records.
     """
 
     def __init__(
@@ -101,8 +99,8 @@ class MetricWriter:
         self._open(warm_start_step, step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics. On a full disk, records are lost, and TensorBoard stops until the job's next
-        start."""
+        """Write a step's metrics. If the disk is full, records are lost, and TensorBoard stops until the job starts
+        again."""
         warm_start = _is_warm_start(metrics)
         board = self._boards.get(warm_start)
         if board is not None:
@@ -262,8 +260,7 @@ OFFLINE_CONSOLE = (
 class PrintedSteps:
     """Choose the steps to print: about 20 lines for a short run, every hundredth step of a long one.
 
-    The first step of a start and the last of the run are printed too, and any step a minute after the last printed
-    line.
+    The first step of a start and the last of the run are printed too, and any step a minute after the last line.
     """
 
     def __init__(self, steps: int, now: Callable[[], float] = time.monotonic) -> None:

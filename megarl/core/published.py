@@ -1,5 +1,7 @@
-"""Weights published as files (``sync.method=checkpoint``): one folder a version, complete once its manifest exists.
-Standard library only."""
+"""Weights published as files (``sync.method=checkpoint``): a folder per version, complete once its manifest exists.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 

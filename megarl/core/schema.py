@@ -101,8 +101,7 @@ class Task:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template in addition to the messages: ``tools``, ``enable_thinking``, …."""
     answer: Message | None = None
-    """The demonstration as an assistant message, rendered by the chat template; ``None`` if ``response`` is its exact
-    text."""
+    """The demonstration as an assistant message for the chat template; ``None`` if ``response`` is its exact text."""
 
     @property
     def ground_truth(self) -> Any:

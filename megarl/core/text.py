@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 KINDS = 1000
-"""Most kinds remembered: texts with a model's own words would fill the memory."""
+"""Most kinds remembered: if each contained text from the model, they would fill the memory."""
 
 
 def without_surrogates(text: str) -> str:

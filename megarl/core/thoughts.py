@@ -1,5 +1,5 @@
-"""Split the thought, the text between ``<think>`` and ``</think>``, from a response. No tool, environment or verifier
-acts on a thought.
+"""Split the thought, between ``<think>`` and ``</think>``, from a response. Tools, environments and verifiers ignore
+it.
 
 Other marks are rewritten to these two when a response becomes text (``tasks/templates/thought_marks.py``).
 """

@@ -17,8 +17,7 @@ class TruncationWarning:
         self._limit, self._warned = limit, False
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
-        """Return a warning for a step with many truncated responses; ``None`` otherwise, and after the first
-        warning."""
+        """Return a warning for a step with many truncated responses; ``None`` otherwise, and after the first one."""
         if self._warned or (text := truncation(metrics, self._limit)) is None:
             return None
         self._warned = True

@@ -14,8 +14,7 @@ T = TypeVar("T")
 
 
 def import_file(path: str, setting: str, wanted: str) -> ModuleType:
-    """Import the file that a setting names. Raises ConfigError, with the setting and the failing line, if that
-    fails."""
+    """Import the file that a setting names. Raises ConfigError with the setting and the failing line."""
     where = f"{setting}={path}"
     if not Path(path).is_file():
         raise ConfigError(f"{where}: no such file; give a Python file with {wanted}")
@@ -34,8 +33,7 @@ def import_file(path: str, setting: str, wanted: str) -> ModuleType:
 
 
 def import_value(path: str, setting: str, name: str, kind: type[T]) -> T:
-    """Return variable ``name`` of the file, an instance of the public class ``kind``. Raises ConfigError as
-    ``import_file`` does."""
+    """Return variable ``name`` of the file, an instance of the public class ``kind``. Errors as in ``import_file``."""
     public = f"{'.'.join(kind.__module__.split('.')[:3])}.{kind.__name__}"
     value = getattr(import_file(path, setting, f"{name}, a {public}"), name, None)
     if not isinstance(value, kind):

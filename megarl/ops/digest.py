@@ -7,7 +7,7 @@ through a block.
 
 K is odd, so a change within one block is always detected, except for blocks with upper 32 bits of all ones. Changes in
 several blocks go undetected with the probability that a random 64-bit number is a multiple of 2**(64 − z). z ≤ 31 is
-the number of low bits, of their 32-bit words, that none of the changes touches. It is a checksum, no protection against
+the number of low bits, of their 32-bit words, that none of the changes touches. This is no protection against
 deliberate collisions.
 """
 
@@ -26,8 +26,7 @@ _MAX_DIMS = 8
 
 
 Box = tuple[torch.Tensor, Sequence[int], Sequence[int]]
-"""A box ``x`` of a logical tensor: x, start (index of x's first element in the logical tensor), shape (of the logical
-tensor)."""
+"""A box ``x`` of a logical tensor: x, start (index of x's first element there), shape (of the logical tensor)."""
 
 
 def slice_digest(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> int:

@@ -10,8 +10,7 @@ Three modes differ in how they treat the logits:
 - **C** recomputes a chunk's logits in the backward: four GEMMs a chunk and one buffer of [c, V], any loss.
 
 A byte budget for the logits selects A or C, and c. The kernels' results for a row are bitwise independent of other
-rows. cuBLAS and oneDNN may change a row's bits with the GEMM's number of rows, so results of different budgets agree to
-round-off.
+rows. cuBLAS and oneDNN may change a row's bits with the GEMM's number of rows, so budgets agree only to round-off.
 """
 
 from __future__ import annotations
@@ -58,8 +57,7 @@ def linear_logprob(
     chunk's part of it is rounded once, the parts are summed in float32, and the sum is rounded once.
 
     Memory in addition to arguments and gradients: A T·V elements; C ``logits_bytes`` plus 10 floats a row. Weights in
-    half precision add V·H floats for the sum of the chunks' gradients, and at most ``logits_bytes`` for one chunk's
-    part.
+    half precision add V·H floats for the sum of the chunks' gradients, and ``logits_bytes`` at most for one part.
 
     Collectives: one all-gather of 4 floats a row.
 

@@ -197,7 +197,7 @@ class _LogProb(torch.autograd.Function):
             return gradient(logits, *arguments), None, None, None, None
         out = logits.detach()
         gradient_(out, *arguments)
-        # A later use of the logits (a second backward, for instance) raises autograd's error instead of giving wrong
+        # A later use of the logits (a second backward, for instance) raises autograd's error; it would get wrong
         # numbers.
         torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None

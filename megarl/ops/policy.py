@@ -7,10 +7,9 @@ GSPO 2507.18071, CISPO 2506.13585, KL estimators Schulman 2020.
     total = Σ_t w_t·(v_t·surrogate_t + kl_coef·kl_t − entropy_coef·H_t),  w_t = scale, or scale / n_i for "seq_mean"
 
     ρ_t: token exp(logp_t − old_t); sequence_mean exp(mean_row(logp − old)); sequence_product exp(Σ_row(logp − old))
-    ppo_clip: max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)); with dual_clip c, where A < 0: min(that, −c·A)
-    cispo: −sg(min(ρ, 1 + clip_high))·A·logp
-    v_t: ``is_weight``, a constant;  d = ref − logp: k1 = −d, k2 = d²/2,
-    k3 = min(expm1(d) − d, 10), without gradient where that bound holds, as in verl
+    ppo_clip: max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)); with dual_clip c, where A < 0: min(that, −c·A) cispo:
+    −sg(min(ρ, 1 + clip_high))·A·logp v_t: ``is_weight``, a constant; d = ref − logp: k1 = −d, k2 = d²/2, k3 =
+    min(expm1(d) − d, 10), without gradient beyond that bound, as in verl
 
 A masked token never affects the loss, even with NaN, and its gradient is exactly 0. A factor of 0 (an advantage, an
 ``is_weight``, the slope of a clipped surrogate) times a ratio that overflowed is 0. All arithmetic is float64. Sums and
@@ -29,7 +28,7 @@ IMPORTANCE = ("token", "sequence_mean", "sequence_product")
 OBJECTIVES = ("ppo_clip", "cispo")
 ESTIMATORS = (None, "k1", "k2", "k3")
 K3_MOST = 10.0
-"""Upper bound of a token's k3, reached at d = 2.57 and d = −11. Without it the loss overflows at d = 88."""
+"""Upper bound of a token's k3, reached at d = 2.61 and d = −11. Without it the loss overflows at d = 88."""
 AGGREGATIONS = ("sum", "seq_mean")
 
 
@@ -82,8 +81,7 @@ def policy_loss(
     scale: float = 1.0,
     row_weight: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """Compute the loss defined at the head of this file. Gradients equal autograd's of the plain formulas, also at the
-    clip bounds.
+    """Compute the loss defined at the head of this file. Gradients equal autograd's, also at clip bounds.
 
     Args:
         logp, old_logp, advantages: float32 [T]; only ``logp`` and ``entropy`` get gradients.
@@ -283,8 +281,7 @@ def policy_rows(
     entropy_coef: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return (∂total/∂logp [T], ∂total/∂entropy [T] or [0] if it is 0, sums of each row [N, 8] in PolicySums'
-    order)."""
+    """(∂total/∂logp [T], ∂total/∂entropy [T] or [0] if it is 0, each row's sums [N, 8] in PolicySums' order)."""
     cu_seqlens = _check(
         logp,
         entropy,
@@ -394,7 +391,7 @@ def _check(
     scale: float,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> torch.Tensor:
-    """Return ``cu_seqlens`` as contiguous int64. Arguments in the op's order; ``dtypes``: ``None`` for the kernels'
+    """Return contiguous int64 ``cu_seqlens``. Arguments in the op's order; ``dtypes``: ``None`` for the kernels'
     dtypes."""
     checks.tensor("logp", logp, dtypes=dtypes or (native.real(),), shape=(None,))
     shape = tuple(logp.shape)

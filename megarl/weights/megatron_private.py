@@ -82,8 +82,7 @@ def own_writer() -> dict[str, Any]:
 
 
 def common_writers() -> list[tuple[Any, str]]:
-    """(owner, name) of functions that write the common state to a separate file; later versions store it among the
-    data."""
+    """(owner, name) of functions that write the common state to a separate file; later versions have none."""
     from megatron.core.dist_checkpointing.strategies import common
 
     strategy = getattr(common, "TorchCommonSaveStrategy", None)
@@ -91,8 +90,8 @@ def common_writers() -> list[tuple[Any, str]]:
 
 
 def submodules_of(spec: Any, module: type) -> Any:
-    """Submodules of a spec that builds ``module``, else ``None``. A spec is a ModuleSpec, or in 0.19 a partial of the
-    class."""
+    """Submodules of a spec that builds ``module``, else ``None``. Specs are ModuleSpecs, or in 0.19 partials of
+    classes."""
     if isinstance(spec, functools.partial):
         return spec.keywords["submodules"] if spec.func is module else None
     return spec.submodules if spec.module is module else None

@@ -133,8 +133,8 @@ class ForkServer:
         *,
         session: bool = True,
     ) -> int | None:
-        """Fork a child of this process that runs ``python ARGV``. Return its process id, ``None`` if forking is
-        impossible.
+        """Fork a child of this process that runs ``python ARGV``. Return its process id, ``None`` if it cannot be
+        forked.
 
         Args:
             env: Complete environment of the child.
@@ -185,8 +185,7 @@ class ForkServer:
 class ForkRoot:
     """A process forked from this one, from which fork servers with different imports are forked.
 
-    The root and its servers end with this process's main thread, or with ``close``. Fork it before this process has
-    threads.
+    The root and its servers end with this process's main thread, or with ``close``. Create it before any threads.
 
     Args:
         modules: Modules to import once for all servers.
@@ -220,8 +219,7 @@ class ForkRoot:
 
 
 def _serve_as(parent: int, serve: Callable[[], None]) -> NoReturn:
-    """Run a server in a forked process, silently: a caller that cannot fork starts a process and sees the error
-    there."""
+    """Run a server in a forked process, silently: a caller that cannot fork starts a process, which shows the error."""
     status = 1
     with suppress(BaseException):
         die_with(parent, signal.SIGKILL)

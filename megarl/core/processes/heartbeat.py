@@ -114,8 +114,7 @@ _own: _Own | None = None
 
 
 def begin() -> None:
-    """Connect this process to its supervisor, if that has set ``VARIABLE``. In any case write its stacks to stderr on
-    SIGUSR1."""
+    """Connect this process to its supervisor if that set ``VARIABLE``. Always write its stacks to stderr on SIGUSR1."""
     global _own
     faulthandler.register(signal.SIGUSR1)
     if (descriptor := listen()) is not None:

@@ -27,7 +27,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def bytes_asked(error: BaseException) -> str | None:
-    """Return the size that did not fit, as torch writes it (``64 bytes``, ``2.00 GiB``); ``None`` if the text has
-    none."""
+    """Return the size that did not fit, in torch's words (``64 bytes``, ``2.00 GiB``); ``None`` if not in the text."""
     found = _ASKED.search(f"{error} {error.__cause__ or ''}")
     return None if found is None else found[1]

@@ -154,8 +154,7 @@ def gated(hf: str, extent: str, names: tuple[str, str, str] = ("gate_proj", "up_
 
 
 def gated_rows(mlp: Gated, stage: Stage, megatron: str, te: str | None = None) -> tuple[Param, Param]:
-    """Rows of ``mlp`` under the prefix ``megatron``; in ``te``, ``{fc}`` stands for ``linear_fc1`` and
-    ``linear_fc2``."""
+    """Rows of ``mlp`` under the prefix ``megatron``; ``{fc}`` in ``te`` becomes ``linear_fc1`` and ``linear_fc2``."""
     gate, up, down = mlp
     return (
         Param(f"{megatron}.linear_fc1.weight", Op.CONCAT, (gate, up), stage, te and te.replace("{fc}", "linear_fc1")),

@@ -26,9 +26,10 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
 
     In a vision-language model the keys of ``text_config`` move to the top level, as in a text model.
 
-    Keys common to all classes (labels, dtype) are not filled in. A family without a table is returned unchanged. If the
-    class refuses a configuration that the table covers, it is returned unchanged with a warning. Raises
-    ArchitectureError if the table does not cover it. transformers is imported here, because that takes a second.
+    Keys common to all classes (labels, dtype) are not filled in. A configuration of a family without a table is
+    returned unchanged. If the class refuses a configuration that the table covers, it is returned unchanged with a
+    warning. Raises ArchitectureError if the table does not cover it. transformers is imported here, because that takes
+    a second.
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in ARCHITECTURES:
@@ -63,8 +64,7 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
 
 @contextmanager
 def _without_docstrings() -> Iterator[None]:
-    """Import classes of transformers without generating their docstrings, which would import all modelling code (1.5
-    s)."""
+    """Skip transformers' docstring generation when importing classes: it would import all modelling code (1.5 s)."""
     module = import_module("transformers.utils.auto_docstring")
     written = module.auto_class_docstring
     module.auto_class_docstring = lambda cls, **_: cls  # type: ignore[attr-defined]

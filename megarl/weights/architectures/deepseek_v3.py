@@ -1,5 +1,4 @@
-"""DeepSeek-V3 and R1: multi-head latent attention, dense first layers, then experts with a shared one and a router
-bias.
+"""DeepSeek-V3 and R1: multi-head latent attention, dense first layers, then routed and shared experts, router bias.
 
 Source: ``transformers/models/deepseek_v3/modeling_deepseek_v3.py``; multi-token prediction: the published checkpoint's
 ``model.layers.61`` and Megatron-Core's ``transformer/multi_token_prediction.py``. Its copies of embedding and output

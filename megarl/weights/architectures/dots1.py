@@ -22,7 +22,7 @@ from megarl.weights.architectures.blocks import (
 from megarl.weights.architectures.table import Architecture, LayerRules, Logical, RouterRules
 
 _ROUTER_BIAS = Logical("mlp.gate.e_score_correction_bias", "experts")
-"""In the model's dtype, as in transformers' module, which vLLM runs."""
+"""Router bias in the model's dtype, as in transformers' module, which vLLM runs."""
 
 DOTS1 = Architecture(
     name="dots1",

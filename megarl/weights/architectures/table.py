@@ -31,7 +31,7 @@ BLOCK = "{block}"
 
 
 class Op(Enum):
-    """How the logical (HF) tensors of a row are arranged in one fused tensor."""
+    """Arrangement of a row's logical (HF) tensors in one fused tensor."""
 
     SAME = "one logical tensor, as it is"
     QKV = "query, key and value heads; Megatron interleaves them per query group, vLLM keeps three blocks"
@@ -117,7 +117,7 @@ SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "lab
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A tensor of the HF files that contains several logical tensors: concatenated, with ``{expert}`` as the first
+    """A tensor of the HF files that fuses several logical tensors: concatenated, with ``{expert}`` as the first
     axis."""
 
     name: str
@@ -304,8 +304,7 @@ class RouterRules:
     unscaled: bool = False
     """Do not multiply sigmoid scores of the chosen experts by ``routed_scaling_factor``."""
     scales_topk: bool = False
-    """Multiply softmax probabilities of the chosen experts by ``routed_scaling_factor``; for sigmoid see
-    ``unscaled``."""
+    """Multiply softmax probabilities of the chosen experts by ``routed_scaling_factor``. For sigmoid: ``unscaled``."""
 
 
 @dataclass(frozen=True)
@@ -381,11 +380,10 @@ class Architecture:
     """Fields of :class:`ModelSizes` with config.json keys other than the usual ones (``COMMON_KEYS``)."""
 
     def with_score(self) -> Architecture:
-        """Return the table with a score head instead of the output weight; a setting that ties the output weight is
-        ignored.
+        """Return the table with a score head instead of the output weight, ignoring whether the latter is tied.
 
-        Raises ArchitectureError if transformers has no such class for the family, because no other program could read
-        its files.
+        Raises ArchitectureError if transformers has no such class for the family: no other program could read its
+        files.
         """
         if not self.has_score_class:
             raise ArchitectureError(
@@ -537,8 +535,7 @@ def integer(name: str, key: str, value: Any, least: int = 1) -> int:
 
 
 def count(name: str, hf_config: HFConfig, key: str, default: int = 0) -> int:
-    """Return the number of a key, ``default`` if null or missing. Raises ArchitectureError unless it is an integer >=
-    0."""
+    """Return a key's integer >= 0, ``default`` if null or missing. Raises ArchitectureError for any other value."""
     value = hf_config.get(key)
     return default if value is None else integer(name, key, value, 0)
 

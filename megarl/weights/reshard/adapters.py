@@ -452,7 +452,7 @@ def rewritten(destination: Layout, factors: Mapping[str, Factors], saved: Iterab
 
 @dataclass(frozen=True)
 class AdapterDelivery:
-    """How adapters are delivered to engines: merged into the model's tensors, or as separate tensors."""
+    """Delivery of adapters to engines: merged into the model's tensors, or as separate tensors."""
 
     factors: Mapping[str, Factors]
     saved: tuple[str, ...]

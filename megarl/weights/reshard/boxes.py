@@ -49,8 +49,8 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def at(start: Shape, extents: Shape) -> Box:
-    """Box of ``extents`` beginning at ``start``. Extra leading axes of ``start`` are single indices (the expert axis of
-    a stack)."""
+    """Box of ``extents`` at ``start``. Extra leading axes of ``start`` are single indices (the expert axis of a
+    stack)."""
     lead = len(start) - len(extents)
     return tuple((s, s + (1 if axis < lead else extents[axis - lead])) for axis, s in enumerate(start))
 
@@ -81,8 +81,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def split(box: Box, limit: int) -> Iterator[Box]:
-    """Split a box, in row-major order, into boxes of at most ``limit`` elements: by rows, and within rows that are too
-    long."""
+    """Split a box, in row-major order, into boxes of at most ``limit`` elements: by rows, and within long rows."""
     if volume(box) <= limit:
         yield box
         return

@@ -36,7 +36,7 @@ class MessageChannel(NamedTuple):
 
 
 class BucketSlice(NamedTuple):
-    """Elements ``box`` (within the move's box, in logical coordinates), row-major in the bucket from byte ``offset``
+    """Elements ``box`` (inside the move's box, logical coordinates), row-major in the bucket from byte ``offset``
     on."""
 
     move: Move

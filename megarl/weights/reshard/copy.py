@@ -54,8 +54,8 @@ def copy_weights(
 ) -> CopyReport:
     """Copy the source model's weights to the destination model and verify them. Every rank calls it.
 
-    Extra host memory is at most four buckets. NCCL has one queue for both directions between two ranks: a rank that
-    expects a message before sending would wait forever.
+    Extra memory is at most four buckets. They are on the host because NCCL has one queue for both directions between
+    two ranks: a rank that expects a message before sending would wait forever.
 
     Elements are cast to the destination's dtype on the way. Afterwards, digests of the sent elements are compared with
     digests of the destination tensors. Notify a model with an optimizer afterwards (``weights_changed``).
@@ -68,8 +68,8 @@ def copy_weights(
         transport: Transport of messages (``None``: point to point within ``group``).
 
     Raises:
-        PlanError: a tensor outside ``left_out`` is missing or misshapen on one side, the layouts have different numbers
-            of ranks, or the tensors do not match the layout. Nothing was written then.
+        PlanError: a tensor outside ``left_out`` is missing or misshapen on one side, the layouts' numbers of ranks
+            differ, or tensors do not match a layout. Nothing was written then.
         WeightSyncError: on every rank, naming tensors and ranks with different digests.
     """
     plan, missing = _plan(source, destination, frozenset(left_out))
@@ -110,8 +110,8 @@ def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tupl
 
 
 def _check_destination(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """Return the model's dtype. Raises PlanError unless the tensors match the layout and have this dtype or their fixed
-    one."""
+    """Return the model's dtype. Raises PlanError unless the tensors match the layout and have this or their fixed
+    dtype."""
     own = {row.local: layout.dtype_of(row.parts[0]) for row, _ in layout.rows_of(rank)}
     shapes = layout.local_shapes(rank)
     dtypes = [tensors[local].dtype for local in shapes if local in tensors and own[local] is None]

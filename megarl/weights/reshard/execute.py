@@ -40,8 +40,7 @@ SliceDigests = dict[SliceKey, int]
 """Slice -> its checksum."""
 K = TypeVar("K")
 Digests = dict[tuple[int, str], int]
-"""(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders add
-up."""
+"""(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; senders' partial sums add up."""
 
 _MODULUS = 1 << 64
 _SYNC_FAILURE = (
@@ -113,8 +112,8 @@ def send(
 
     Args:
         tensors: Local name -> tensor, named and shaped as in the source layout; any float dtype and device.
-        known: Digests of slices already sent to others in this publication. They are not recomputed; this call adds its
-            own.
+        known: Digests of slices already sent to others in this publication. They are not recomputed; new digests are
+            added.
 
     Raises PlanError if ``tensors`` do not match the layout.
     """
@@ -157,8 +156,7 @@ def exchange(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> Digests:
-    """Run both sides in one process, for a plan with ``colocated=True``: copy elements that stay on the rank, send
-    others.
+    """Run both sides in one process, for a plan with ``colocated=True``: copy elements within a rank, send others.
 
     A rank beyond the end of one side runs only the other side.
     """
@@ -214,8 +212,7 @@ class _Outgoing:
         self.fresh: dict[SliceKey, None] = {}
         """Slices not in ``known``, in the order of ``fresh_digests``."""
         self.fresh_digests: list[torch.Tensor] = []
-        """Digests of ``fresh``, int64 [slices] for each bucket, on the buckets' device; the host reads them at the
-        end."""
+        """Digests of ``fresh``, int64 [slices] for each bucket, on the buckets' device; read by the host at the end."""
 
     @torch.no_grad()
     def pack(self, bucket: Bucket) -> torch.Tensor:
@@ -272,8 +269,8 @@ class _Outgoing:
 
 
 class _Incoming:
-    """Receiving side: unpacks one bucket's slices while the next is in flight; zeroes a tensor's padding before its
-    first slice."""
+    """Receiving side: unpacks one bucket while the next is in flight; zeroes a tensor's padding before its first
+    slice."""
 
     def __init__(
         self,
@@ -409,8 +406,7 @@ def zero_padded(
     """Check the padding of local tensors, which no digest covers, as they are read.
 
     Returns:
-        ``read`` with the check, which raises WeightsDiffer for non-zero padding, and a function to check unread
-        tensors.
+        ``read`` with the check, which raises WeightsDiffer for non-zero padding; a function to check unread tensors.
     """
     padding: dict[str, list[Box]] = defaultdict(list)
     for pad in layout.padding(rank):
@@ -431,8 +427,7 @@ def zero_padded(
 
 
 def digests_of(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> dict[str, int]:
-    """Logical tensor -> digest of its elements on ``rank``; ``read(local)`` returns the local tensor in the layout's
-    shape."""
+    """Logical tensor -> digest of its elements on ``rank``; ``read(local)``: local tensor in the layout's shape."""
     return merge({tensor: digest} for tensor, _, digest in piece_digests(layout, rank, read))
 
 

@@ -85,8 +85,7 @@ class MegatronGrid(GridSizes):
         )
 
     def layers(self, num_layers: int) -> tuple[tuple[range, ...], ...]:
-        """Global layers of every (pipeline stage, model chunk), as Megatron's ``get_transformer_layer_offset`` assigns
-        them."""
+        """Global layers of every (pipeline stage, model chunk): Megatron's ``get_transformer_layer_offset``."""
         per_stage = self._layers_per_stage(num_layers)
         per_chunk = [n // self.vpp for n in per_stage]
         turn = sum(per_chunk)

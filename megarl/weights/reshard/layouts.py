@@ -1,7 +1,6 @@
 """Existing layouts: Megatron-Core's grid, its checkpoints, vLLM's fused shards, and plain HF files.
 
-All are built from the tables of ``megarl.weights.architectures``; ``sharding.py`` splits tensors, ``grid.py`` assigns
-owners.
+All come from the tables of ``megarl.weights.architectures``; ``sharding.py`` splits tensors, ``grid.py`` sets owners.
 """
 
 from __future__ import annotations
@@ -85,8 +84,7 @@ def megatron_layout(
     head: Head = "lm",
     setting: str = "parallel",
 ) -> Layout:
-    """Layout of each trainer rank's tensors, named as in ``GPTModel.named_parameters()`` (plus the router's bias, a
-    buffer).
+    """Layout of each trainer rank's tensors, named as in ``GPTModel.named_parameters()`` (and the router bias buffer).
 
     With ``grid.vpp`` > 1 names have the prefix ``chunk<v>.``. ``mtp``: the model has multi-token prediction layers.
     ``head="score"``: a critic or reward model. ``setting``: the grid's settings section, for errors.
@@ -294,8 +292,7 @@ def _vllm_end_stages(arch: Architecture, param: Param, tied: bool, pp: int) -> s
 
 
 def _vllm_layers(num_layers: int, pp: int) -> list[int]:
-    """Layers of each stage: ``vllm.distributed.utils.get_pp_indices`` gives the remainder to the stages before the
-    last."""
+    """Layers of each stage; ``vllm.distributed.utils.get_pp_indices`` adds the remainder before the last stage."""
     counts = [num_layers // pp] * pp
     for i in range(2, num_layers % pp + 2):
         counts[-i] += 1

@@ -44,8 +44,8 @@ class AdapterCheckpoint:
 
     @classmethod
     def of(cls, source: Path) -> AdapterCheckpoint | None:
-        """Open a checkpoint; ``None`` if it has no adapters. Rank, alpha and base model come from ``resolved.json`` of
-        its run.
+        """Open a checkpoint; ``None`` if it has no adapters. Rank, alpha and base model are in its run's
+        ``resolved.json``.
 
         Raises CheckpointError for an unfinished checkpoint, one outside its run, or adapters of a critic; ConfigError
         for a damaged ``resolved.json``.
@@ -73,8 +73,7 @@ class AdapterCheckpoint:
         settings: Settings = Settings(),  # noqa: B008
         config: Path | None = None,
     ) -> ConversionSummary:
-        """Write the adapters, and the tensors trained by ``modules_to_save``, as PEFT's files with the checkpoint's
-        bits.
+        """Write adapters and tensors trained by ``modules_to_save`` as PEFT's files, with the checkpoint's bits.
 
         Args:
             settings: dtype, overwrite, allow_nonfinite and verify are used.

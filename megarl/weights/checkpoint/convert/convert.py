@@ -1,8 +1,7 @@
 """Conversion HF <-> Megatron-Core, and resharding of Megatron checkpoints: tables, plans and slices, no model.
 
 All conversions work alike: open and check the source, lay out the target's files, stream the plan's moves into them,
-publish the directory. Memory is a few blocks of ``stream.BLOCK_ELEMENTS`` for each worker, independent of the model's
-size.
+publish the directory. Memory is a few blocks of ``stream.BLOCK_ELEMENTS`` per worker, independent of model size.
 """
 
 from __future__ import annotations
@@ -172,8 +171,7 @@ def run(
 
 
 def _check_casts(opened: Opened, target: Target) -> None:
-    """Log float64 tensors that are cast. Raise CheckpointError for tensors that stay float64, which loaders do not
-    expect."""
+    """Log float64 tensors that are cast. Raise CheckpointError if some stay float64, which loaders do not expect."""
     dtypes = {part: target.dtypes[row.local] for row in target.layout.rows for part in row.parts}
     double = {name: dtypes[name] for name in target.layout.tensors if opened.dtype_of(name) is torch.float64}
     for name, dtype in double.items():
@@ -272,8 +270,7 @@ class _Work:
 
 
 def _fingerprint(opened: Opened, target: Target, others: Sequence[Path], recipe: str) -> str:
-    """Hash everything that determines the result: source files with size and time, and the target's files and
-    dtypes."""
+    """Hash everything that determines the result: source files with size and time, target files and dtypes."""
     digest = hashlib.sha256(f"{FORMAT}{recipe}".encode())
     for path in [*opened.source.paths(), *others]:
         stat = path.stat()

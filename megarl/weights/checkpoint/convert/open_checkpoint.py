@@ -89,8 +89,7 @@ class Opened:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """Read and complete the configuration. Raises CheckpointError if it is missing, damaged or refused by
-    transformers."""
+    """Read and complete the configuration. Raises CheckpointError if missing, damaged or refused by transformers."""
     try:
         return read_hf_config(path)
     except ArchitectureError as error:

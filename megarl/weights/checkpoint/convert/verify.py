@@ -28,8 +28,7 @@ def compute_digests(
     progress: bool = True,
     nonfinite: dict[str, str] | None = None,
 ) -> Digests:
-    """Logical tensor -> digest of its elements cast to ``dtype`` (``None``: stored dtype). ``nonfinite``: as in
-    ``Transfer``."""
+    """Logical tensor -> digest, cast to ``dtype`` (``None``: stored dtype). ``nonfinite``: as in ``Transfer``."""
     target = HFTarget(opened, dtype, file_bytes=1)
     transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, workers, nonfinite)
     total: Digests = {}
@@ -59,8 +58,8 @@ def header_faults(opened: Opened, manifest: TargetManifest) -> Iterator[str]:
 
 def training_fault(opened: Opened, *, digests: bool) -> str | None:
     """Describe a training checkpoint's first model file that differs from ``state.json``; ``None`` for a match or any
-    other checkpoint. ``digests``: compare SHA-256 too, not only sizes. Raises CheckpointError if ``state.json`` is
-    damaged."""
+    other checkpoint. ``digests``: compare SHA-256 too, not only sizes. Raises CheckpointError for a damaged
+    ``state.json``."""
     root = training_checkpoint(opened.path) if opened.kind == "megatron" else None
     if root is None:
         return None

@@ -27,8 +27,7 @@ def _is_block(value: Any) -> bool:
 class Dequantised:
     """Source of float32 slices from a checkpoint with FP8 weights.
 
-    Raises CheckpointError for a quantisation other than e4m3 in two-dimensional blocks, and for weights without
-    matching scales.
+    Raises CheckpointError for a quantisation other than e4m3 in 2-D blocks, and for weights without matching scales.
     """
 
     def __init__(self, files: HFFiles, quantization: Mapping[str, Any]) -> None:

@@ -58,8 +58,7 @@ def load_into(
     *,
     score: Literal["stored", "zeros"] = "stored",
 ) -> None:
-    """Fill a rank's local tensors from an HF checkpoint, reading only the slices of this rank; cast to their dtypes,
-    zero padding.
+    """Fill a rank's local tensors from an HF checkpoint, reading only its slices; cast to their dtypes, zero padding.
 
     Args:
         tensors: Local name -> tensor, shaped as in the layout. FP8 weights are dequantised.
@@ -68,7 +67,7 @@ def load_into(
 
     Raises CheckpointError naming tensors that are missing, misshapen, unknown to the model's table, not finite, of a
     dtype that no weight has, or contradict ``tie_word_embeddings``. Raises it also for a missing or truncated file, and
-    a sequence-classification checkpoint with several labels.
+    a sequence-classification checkpoint without exactly one label.
     """
     source = open_hf(path)
     hf_config = read_hf_config(path)
@@ -123,8 +122,8 @@ def export_hf(
 ) -> dict[str, int]:
     """Write ``target`` as an ordinary HF checkpoint; every rank of the grid calls it, rank 0 writes.
 
-    Returns logical tensor -> digest of this rank's part as written, after the cast; the parts of all ranks add up
-    modulo 2**64.
+    Returns logical tensor -> digest of this rank's part as written, after the cast; all ranks' parts add up modulo
+    2**64.
 
     Args:
         plan: From the grid's layout to ``hf_layout``, with the same ``head``. A score model is written as its family's

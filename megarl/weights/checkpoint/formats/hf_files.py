@@ -57,8 +57,8 @@ class TensorInfo(NamedTuple):
 class HFFiles:
     """All tensors of a checkpoint directory (one file, or shards with an index), or of the files ``names``.
 
-    Raises CheckpointError for a missing, truncated or invalid file, an index that does not match the files, and a
-    single file next to an index of other files.
+    Raises CheckpointError for a missing, truncated or invalid file, and an index that does not match the files. A
+    single file next to an index of other files is an error too.
     """
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:

@@ -161,7 +161,7 @@ def check_hf(
     source: HFFiles | Dequantised | Divided, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
 ) -> None:
     """Raise CheckpointError unless the files have every tensor of the layout, with its shape and a weight's dtype, and
-    no unknown tensor except ``beside``.
+    no unknown tensor except those in ``beside``.
 
     Prediction layers outside the layout and a tied model's copy of its embedding (see ``check_tied``) are allowed.
     """
@@ -213,8 +213,7 @@ def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool
 
 
 def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError if config.json describes a sequence-classification model with a number of labels other than
-    one."""
+    """Raise CheckpointError if config.json describes a sequence-classification model without exactly one label."""
     if not is_classifier(hf_config):
         return
     by_name = hf_config.get("id2label")

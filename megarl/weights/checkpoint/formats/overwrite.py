@@ -34,8 +34,8 @@ _CONVERTING = (*_EXPORTED, *_DIST, LOCK, JOURNAL, f".{JOURNAL}.*.tmp")
 
 
 def named_target(target: Path) -> Path:
-    """Return the target with a proper last name (``sub/..`` has none). Raises CheckpointError if it cannot be
-    renamed."""
+    """Return the target with a proper last name (``sub/..`` has none). Raises CheckpointError if renaming is
+    impossible."""
     if target.name in ("", ".."):
         target = target.resolve()
     if Path.cwd().is_relative_to(target.resolve()):
@@ -51,7 +51,8 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
     Args:
         target: May exist only with ``overwrite``; then it must be empty or contain a converted checkpoint and no other
             file.
-        sources: Directories that are read. None may contain the target or be inside it or its temporary directories.
+        sources: Directories that are read. They may not contain the target, nor be inside it or its temporary
+            directories.
     """
     sources = tuple(sources)
     partial = partial_path(target)
@@ -120,8 +121,7 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def check_export_target(target: Path, sources: Iterable[Path]) -> None:
-    """Raise CheckpointError unless ``target`` is new, empty or contains only output of an export of ``sources``. It
-    must not overlap them.
+    """Raise CheckpointError unless ``target`` is new, empty or only contains an export of ``sources``, outside of them.
 
     The same applies to the temporary directories next to it, which a killed export leaves.
     """

@@ -92,8 +92,7 @@ _INITS = (True, False, "gaussian", "eva", "orthogonal")
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Read ``adapter_config.json``. Raises CheckpointError if it is missing or damaged, or has an unsupported
-    setting."""
+    """Read ``adapter_config.json``. Raises CheckpointError if it is missing, damaged, or has an unsupported setting."""
     path = folder / CONFIG
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -131,8 +130,7 @@ def is_folder(path: Path) -> bool:
 
 
 def saves_score(folder: Path) -> bool:
-    """True if ``modules_to_save`` of an adapter includes a score head. Raises CheckpointError as ``read_config``
-    does."""
+    """True if an adapter's ``modules_to_save`` includes a score head. Raises CheckpointError as ``read_config``."""
     return "score" in (read_config(folder).get("modules_to_save") or ())
 
 
@@ -269,8 +267,7 @@ def _by_module(pattern: Mapping[str, Any], modules: Mapping[str, str]) -> Iterat
 
 
 def _is_adapted(found: Mapping[str, Any], module: str, *, in_all: bool) -> bool:
-    """True if PEFT's settings adapt a linear layer or an embedding; ``in_all``: PEFT's all-linear includes the
-    module."""
+    """True if PEFT's settings adapt a linear layer or an embedding; ``in_all``: all-linear includes the module."""
     targets, excluded = found["target_modules"], found.get("exclude_modules") or []
     if re.fullmatch(excluded, module) if isinstance(excluded, str) else any(names_module(e, module) for e in excluded):
         return False
@@ -518,8 +515,7 @@ def load_adapter(
 
 
 def own_name(stored: str, table: Architecture | None = None) -> str:
-    """Convert a tensor name in PEFT's file to the HF name. ``table``: needed if transformers' names differ from
-    HF's."""
+    """Convert a tensor name in PEFT's file to the HF name. ``table``: needed if transformers' names differ."""
     name = re.sub(r"(\.lora_(?:embedding_)?[AB])\.default\b", r"\1", stored.removeprefix(PREFIX))
     return name if table is None else table.name_in_table(name)
 

@@ -1,5 +1,5 @@
-"""Files of a critic or reward model: a sequence-classification checkpoint, or a PEFT adapter with a score head and its
-base checkpoint."""
+"""Files of a critic or reward model: a sequence-classification checkpoint, or a PEFT adapter with score head and
+base."""
 
 from __future__ import annotations
 

@@ -35,8 +35,7 @@ class Source(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Read elements ``box`` of a tensor, contiguous; into ``out`` if that is contiguous and has the dtype and
-        shape.
+        """Read elements ``box`` of a tensor, contiguous; into ``out`` if it is contiguous, of the same dtype and shape.
 
         Raises CheckpointError if the file does not have the elements.
         """

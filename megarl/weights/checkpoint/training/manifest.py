@@ -225,8 +225,7 @@ def check_finished(part: Path) -> None:
 def fault_of_files(
     checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False, part: str = ""
 ) -> str | None:
-    """Describe the first file that differs from the manifest; ``None`` if all match. A manifest without files is an
-    error.
+    """Describe the first file that differs from the manifest, or a manifest without files; ``None`` if all match.
 
     ``part``: check only this folder's files; if the manifest lists none of them, log a warning.
 

@@ -93,8 +93,7 @@ def _parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, list[Param
 def _whole(
     optimizer: Any, parameter: torch.nn.Parameter, pieces: Sequence[ParameterPiece]
 ) -> dict[str, torch.Tensor] | None:
-    """float32 state in the parameter's shape on the writing rank, ``None`` on others; an unsplit parameter is not
-    copied."""
+    """float32 state in the parameter's shape on the writing rank, else ``None``; an unsplit parameter is not copied."""
     group = optimizer.data_parallel_group
     rank, writer = group.rank(), writer_of(pieces)
     if all(piece.rank != rank for piece in pieces):

@@ -1,5 +1,4 @@
-"""States of all random generators of a rank, as JSON: Python's, numpy's, torch's and Megatron's, separately per
-grid."""
+"""States of all random generators of a rank, as JSON: Python's, numpy's, torch's and Megatron's, per grid."""
 
 from __future__ import annotations
 
@@ -33,8 +32,7 @@ def put_process(states: Mapping[str, Any]) -> None:
 
 
 def of_grid() -> dict[str, Any]:
-    """States of the current grid's generators: torch's, the GPU's, and the tracker's for tensor-parallel shards; with
-    this rank's place."""
+    """States of the current grid's generators (torch, GPU, tensor-parallel tracker), with this rank's place."""
     from megatron.core.tensor_parallel import random as megatron
 
     found = {

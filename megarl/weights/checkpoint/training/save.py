@@ -122,8 +122,7 @@ def begin(
     fence: Callable[[], None] = lambda: None,
     free_space: Callable[[int], None] = lambda needed: None,
 ) -> Save:
-    """Take a snapshot on every rank. ``step`` names the checkpoint; an older one of this name stays until this one is
-    complete.
+    """Take a snapshot on every rank. ``step`` names the checkpoint; an older one stays until this one is complete.
 
     Args:
         parts: Folder -> model to store there.
@@ -380,8 +379,7 @@ def _write_files(files: Sequence[_File], tensors: Iterator[torch.Tensor], transf
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside Megatron's, one for each group of buffers; empty on a rank without trained
-    parameters."""
+    """The torch optimizers inside Megatron's, one for each group of buffers; empty if the rank trains nothing."""
     return [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer]) if o.optimizer is not None]
 
 
@@ -403,8 +401,7 @@ def bare(chunk: Any) -> Any:
 
 
 def named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """Megatron's names of a stage's chunks. Saved tensors are named by layer, so another number of chunks can load
-    them."""
+    """Megatron's names of a stage's chunks. Saved names use layers, so another number of chunks can load them."""
     return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 

@@ -148,12 +148,10 @@ def _check_optimizer(folder: Path, part: CheckpointedModel, given: Mapping[Any, 
 
 
 def put_random_states(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> bool:
-    """Restore this rank's generators from the checkpoint. Call it after building all models, which draws random
-    numbers.
+    """Restore this rank's generators from the checkpoint. Call it after building all models, which uses them.
 
     Returns:
-        False if a grid differs from the saving one, or the checkpoint has no such states; generators then keep their
-        seed.
+        False if a grid differs from the saving one or has no saved states; its generators then keep their seed.
     """
     path = checkpoint / rng_file(dist.get_rank())
     if not path.is_file():

@@ -106,8 +106,7 @@ class Writer:
         return self._process.is_alive()
 
     def begin(self, work: Callable[..., T], tensors: Sequence[torch.Tensor], *rest: Any) -> PendingWrite[T]:
-        """Start ``work(tensors, *rest)`` in the child, with CPU copies of the tensors; ``work`` and ``rest`` are
-        pickled.
+        """Start ``work(tensors, *rest)`` in the child, on CPU copies of the tensors; pickle ``work`` and ``rest``.
 
         ``work`` must not use a GPU or process group. If the child cannot start, the returned task raises the error.
         """
@@ -136,8 +135,8 @@ class Writer:
         return PendingWrite(self)
 
     def _grow(self, size: int) -> None:
-        """Grow the shared memory to ``size`` bytes. Raises OSError if there is none, instead of a later signal at page
-        access."""
+        """Grow the shared memory to ``size`` bytes. Raises OSError if memory is full, before a page access would kill
+        us."""
         if size > (0 if self._memory is None else len(self._memory)):
             os.posix_fallocate(self._descriptor, 0, size)
             self._memory = mmap.mmap(self._descriptor, size)

@@ -83,7 +83,7 @@ def find_dist(path: Path) -> Path | None:
 
 
 def has_adapters(path: Path) -> bool:
-    """True for a dist_checkpointing directory with adapters instead of the full model. Raises CheckpointError as
+    """True if a dist_checkpointing directory has adapters, not the full model. Raises CheckpointError as
     ``DistFiles``."""
     return any(key.startswith(ADAPTER) for key in read_metadata(path))
 
@@ -209,8 +209,7 @@ class DistFiles:
 
 
 class FileSlice(io.RawIOBase):
-    """``length`` bytes of a file from ``offset`` on (``None``: everything after it, for writing), as a separate file
-    object."""
+    """``length`` bytes of a file from ``offset`` on (``None``: to the end, for writing) as a separate file object."""
 
     def __init__(self, stream: Any, offset: int, length: int | None = None) -> None:
         self._stream, self._offset, self._length = stream, offset, length

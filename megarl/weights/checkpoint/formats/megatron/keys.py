@@ -1,7 +1,7 @@
 """Alternative names of tensors in a dist_checkpointing file, and the objects that Megatron's loader also requires.
 
-In Megatron-Core 0.16.1 names depend on spec and settings: a norm is separate or part of the next linear
-(``models/gpt/gpt_layer_specs.py``), layers and experts are stacked or numbered, gate and up are one tensor or split as
+In Megatron-Core 0.16.1 names depend on spec and settings. A norm is separate or part of the next linear
+(``models/gpt/gpt_layer_specs.py``). Layers and experts are stacked or numbered. Gate and up are one tensor or split as
 ``_w`` and ``_v`` (``non_homogeneous_layers`` and ``singleton_local_shards`` in ``transformer/transformer_block.py``,
 ``moe/experts.py``, ``mlp.py``).
 """
@@ -25,8 +25,8 @@ _NORMS = re.compile(r"^(decoder\.layers|mtp\.layers\.\d+\.transformer_layer)(\.\
 
 
 def other_name(key: str, keys: Iterable[str] | None = None) -> str | None:
-    """Return a norm's key under the other spec; ``None`` for other tensors, or if this model (``keys``) cannot have
-    that key."""
+    """Return a norm's key under the other spec; ``None`` for other tensors, or if no spec of this model has it
+    (``keys``)."""
     match = _NORMS.match(key)
     for pair in _SAME if match else ():
         assert match is not None
@@ -100,8 +100,7 @@ _WITHOUT_STATE = ("embedding.", "output_layer.", ".router.")
 
 
 def extra_states(layout: Layout) -> Iterator[str]:
-    """Yield keys of the ``_extra_state`` objects that models of either spec require; without FP8 they contain
-    ``None``."""
+    """Yield keys of the ``_extra_state`` objects that models of either spec require; without FP8 they are ``None``."""
     seen: set[str] = set()
     for row in layout.rows:
         lead = ".".join(map(str, row.lead or (0,)))

@@ -23,8 +23,7 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
 
 def write_chunk(stream: BinaryIO, box: Box, dtype: torch.dtype, data: Iterable[memoryview]) -> tuple[int, int]:
-    """Append a tensor of the box's shape in ``torch.save`` format; ``data``: its bytes in order. Return (offset,
-    length)."""
+    """Append a tensor of the box's shape in ``torch.save`` format; ``data``: its bytes. Return (offset, length)."""
     offset = stream.tell()
     shape = boxes.shape_of(box)
     # The archive uses torch's names and records; the checksum of the elements is in the directory at its end.
@@ -80,8 +79,7 @@ def write_metadata(
     aliases: Mapping[str, str],
     objects: Iterable[str],
 ) -> None:
-    """Write the files that Megatron's loader needs besides data: ``common.pt``, empty objects, ``.metadata``, and last
-    ``metadata.json``.
+    """Write Megatron's files other than data: ``common.pt``, empty objects, ``.metadata``, and last ``metadata.json``.
 
     ``chunks``: (key, chunk). ``aliases``: further key -> key with the chunks to share. ``objects``: keys of
     ShardedObjects that contain ``None`` (Megatron's ``_extra_state`` without FP8).
