@@ -60,7 +60,7 @@ def sync_tree(folder: Path) -> None:
 
 
 def moved_aside(folder: Path, names: str = "*") -> list[Path]:
-    """Targets in ``folder`` matching the glob ``names`` with a ``replace_directory`` that was killed."""
+    """Targets in ``folder``, matching the glob ``names``, that a killed ``replace_directory`` has moved aside."""
     return [path.with_name(path.name[1:].removesuffix(_OLD)) for path in folder.glob(f".{names}{_OLD}")]
 
 

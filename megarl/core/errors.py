@@ -28,7 +28,7 @@ class ConfigError(InputError):
 
 
 class DataError(InputError):
-    """A data row that cannot be used; the message gives file, row number and field."""
+    """A data row that cannot be used; the message contains file, row number and field."""
 
 
 class ArchitectureError(InputError):
@@ -104,7 +104,7 @@ class NonRetryableError(JobError):
 
 
 class MemoryFullError(JobError):
-    """A trainer rank ran out of memory in a place where smaller micro-batches need less."""
+    """A trainer rank ran out of memory during work that needs less with smaller micro-batches."""
 
     STATUS = 5
     """Exit status of a process that ends with this error."""

@@ -37,7 +37,7 @@ class ProcessKind(Enum):
 
 
 OFTEN_ALONE = frozenset({ProcessKind.EXPLORER, ProcessKind.BENCH})
-"""Kinds with often one process a job: the first one's name has no number."""
+"""Kinds that often have one process per job; the first one's name has no number."""
 TRAIN = "train"
 """Program of every job that has a trainer. Jobs of several programs can share a run and its store. A start ends only
 earlier attempts of the same program."""

@@ -99,8 +99,7 @@ class MetricWriter:
         self._open(warm_start_step, step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics. If the disk is full, records are lost, and TensorBoard stops until the job starts
-        again."""
+        """Write a step's metrics. On a full disk records are lost, and TensorBoard stops until the job starts again."""
         warm_start = _is_warm_start(metrics)
         board = self._boards.get(warm_start)
         if board is not None:
@@ -201,7 +200,7 @@ TIMELINE = "MEGARL_TIMELINE"
 class Timeline:
     """Timeline of one process: phases with wall-clock start and end (unix seconds), for the report.
 
-    A running phase is visible to the supervisor (``heartbeat``). A finished one is written to
+    A running phase is visible to the supervisor (``heartbeat``). Finished phases are written to
     ``<folder>/<process>.jsonl``, one a line. ``seconds`` sums the phases since ``reset``.
     """
 

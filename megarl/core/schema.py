@@ -348,7 +348,7 @@ class Trajectory:
         return sum(len(turn) for turn in self.turns if turn.author == "model")
 
     def samples(self, lags: Mapping[WeightsVersion, int] | None = None) -> Iterator[TrainingSample]:
-        """Yield one sample for each line of turns, from a first turn to a last one.
+        """Yield one sample per line: a chain of turns from a first turn to one that no turn follows.
 
         A turn of the model shared by several lines is trained only in the first line. Usually there is one line.
 
@@ -379,7 +379,7 @@ class Trajectory:
         return line_of_turns(self.turns, max(i for i, turn in enumerate(self.turns) if turn.author == "model"))
 
     def trained_lines(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield each line of turns that has turns to train, with those turns."""
+        """Yield each line (chain of turns) that has turns to train, with those turns."""
         trained: set[int] = set()
         followed = {turn.follows for turn in self.turns}
         for line in (line_of_turns(self.turns, last) for last in range(len(self.turns)) if last not in followed):
@@ -430,7 +430,7 @@ def _sample(
 
 
 def routing_of(turns: Sequence[Turn]) -> np.ndarray | None:
-    """Expert ids of the tokens of a line of turns, [N, L, K]; ``None`` if its turns have none."""
+    """Expert ids of the tokens of a line of turns, [N, L, K]; ``None`` if the turns have none."""
     found = [turn.routing for turn in turns if turn.routing is not None]
     return _joined(found) if found else None
 

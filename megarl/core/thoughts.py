@@ -1,5 +1,4 @@
-"""Split the thought, between ``<think>`` and ``</think>``, from a response. Tools, environments and verifiers ignore
-it.
+"""Split the thought, between ``<think>`` and ``</think>``, from a response. Tools and verifiers ignore thoughts.
 
 Other marks are rewritten to these two when a response becomes text (``tasks/templates/thought_marks.py``).
 """

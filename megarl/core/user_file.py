@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 def import_file(path: str, setting: str, wanted: str) -> ModuleType:
-    """Import the file that a setting names. Raises ConfigError with the setting and the failing line."""
+    """Import the file that a setting names. Raises ConfigError with the setting and the failing line if that fails."""
     where = f"{setting}={path}"
     if not Path(path).is_file():
         raise ConfigError(f"{where}: no such file; give a Python file with {wanted}")

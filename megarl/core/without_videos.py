@@ -14,8 +14,7 @@ from typing import Any
 def do_without_videos() -> None:
     """If torchvision is missing, build Qwen2.5-VL's processor from image processor and tokenizer alone.
 
-    Call it in every process that opens a processor; a second call changes nothing. Takes 0.04 s after transformers'
-    import.
+    Call it in every process that opens a processor; a second call changes nothing. Takes 0.04 s.
     """
     from transformers.utils import is_torchvision_available
 

@@ -40,10 +40,10 @@ def vocab_parallel_logprob(
             vocabulary. Columns must be contiguous; rows may be strided.
         targets: int64 [T] token ids of the whole vocabulary; -100 masks a row.
         group: the ranks with the other columns, V on each rank, in column order; ``None`` if V covers the vocabulary.
-        vocab_size: the real vocabulary; columns with larger token ids are padding and get no probability.
+        vocab_size: size of the real vocabulary; columns with token ids from it on are padding and get no probability.
         temperature: divides the logits, in float32.
         inplace_backward: write the gradient over the logits buffer, so that no second [T, V] exists. **The logits are
-            consumed**: using them again after backward is an autograd error. A leaf, or a view of one, is never
+            consumed**: using them again after backward is an autograd error. Leaves and their views are never
             overwritten.
 
     Returns:
@@ -197,8 +197,7 @@ class _LogProb(torch.autograd.Function):
             return gradient(logits, *arguments), None, None, None, None
         out = logits.detach()
         gradient_(out, *arguments)
-        # A later use of the logits (a second backward, for instance) raises autograd's error; it would get wrong
-        # numbers.
+        # A later use of the logits (a second backward, for instance) raises autograd's error, not wrong numbers.
         torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None
 

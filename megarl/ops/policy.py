@@ -7,9 +7,10 @@ GSPO 2507.18071, CISPO 2506.13585, KL estimators Schulman 2020.
     total = Σ_t w_t·(v_t·surrogate_t + kl_coef·kl_t − entropy_coef·H_t),  w_t = scale, or scale / n_i for "seq_mean"
 
     ρ_t: token exp(logp_t − old_t); sequence_mean exp(mean_row(logp − old)); sequence_product exp(Σ_row(logp − old))
-    ppo_clip: max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)); with dual_clip c, where A < 0: min(that, −c·A) cispo:
-    −sg(min(ρ, 1 + clip_high))·A·logp v_t: ``is_weight``, a constant; d = ref − logp: k1 = −d, k2 = d²/2, k3 =
-    min(expm1(d) − d, 10), without gradient beyond that bound, as in verl
+    ppo_clip: max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)); with dual_clip c, where A < 0: min(that, −c·A)
+    cispo: −sg(min(ρ, 1 + clip_high))·A·logp
+    v_t: ``is_weight``, a constant;  d = ref − logp: k1 = −d, k2 = d²/2,
+    k3 = min(expm1(d) − d, 10), without gradient beyond that bound, as in verl
 
 A masked token never affects the loss, even with NaN, and its gradient is exactly 0. A factor of 0 (an advantage, an
 ``is_weight``, the slope of a clipped surrogate) times a ratio that overflowed is 0. All arithmetic is float64. Sums and

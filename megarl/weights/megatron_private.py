@@ -90,8 +90,7 @@ def common_writers() -> list[tuple[Any, str]]:
 
 
 def submodules_of(spec: Any, module: type) -> Any:
-    """Submodules of a spec that builds ``module``, else ``None``. Specs are ModuleSpecs, or in 0.19 partials of
-    classes."""
+    """Submodules of a spec that builds ``module``, else ``None``. A spec is a ModuleSpec, in 0.19 also a partial."""
     if isinstance(spec, functools.partial):
         return spec.keywords["submodules"] if spec.func is module else None
     return spec.submodules if spec.module is module else None

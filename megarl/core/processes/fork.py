@@ -133,8 +133,7 @@ class ForkServer:
         *,
         session: bool = True,
     ) -> int | None:
-        """Fork a child of this process that runs ``python ARGV``. Return its process id, ``None`` if it cannot be
-        forked.
+        """Fork a child of this process that runs ``python ARGV``. Return its process id, or ``None`` on failure.
 
         Args:
             env: Complete environment of the child.

@@ -9,7 +9,7 @@ _TEXT = re.compile(
     r"can't allocate memory|not enough memory|cannot allocate memory|CUDA (error: )?out of memory|STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
-"""Texts of torch's CPU allocator, the system, CUDA, and cuBLAS or cuDNN, all raised as plain RuntimeErrors."""
+"""Error texts of torch's CPU allocator, the system and CUDA, and of cuBLAS and cuDNN (plain RuntimeErrors)."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
 
 

@@ -19,8 +19,8 @@ _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only the call it
 
 
 def die_with(parent: int, number: int) -> None:
-    """Ask Linux, in a child, for signal ``number`` when the thread that started it ends. A change of user undoes
-    this."""
+    """Ask Linux, in a child, for signal ``number`` when the thread that started it ends. A change of user cancels
+    it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:  # the parent ended before the prctl call
         os._exit(1)

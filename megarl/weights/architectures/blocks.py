@@ -1,7 +1,6 @@
 """Rows shared by many families. A family's file combines them and adds only the rows that differ.
 
-Names of Megatron-Core 0.16.1 (local spec, and TransformerEngine's if it fuses a norm into the next linear) and vLLM
-0.32.0.
+Names of Megatron-Core 0.16.1 (local spec; TransformerEngine's if it fuses a norm into the next linear) and vLLM 0.32.
 """
 
 from __future__ import annotations

@@ -28,8 +28,7 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
 
     Keys common to all classes (labels, dtype) are not filled in. A configuration of a family without a table is
     returned unchanged. If the class refuses a configuration that the table covers, it is returned unchanged with a
-    warning. Raises ArchitectureError if the table does not cover it. transformers is imported here, because that takes
-    a second.
+    warning. Raises ArchitectureError if the table does not cover it. transformers is imported here: it takes a second.
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in ARCHITECTURES:

@@ -43,8 +43,7 @@ def check(arch: Architecture, hf_config: HFConfig) -> None:
 
 
 def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig if ``mla`` is True (pop ``mla``
-    first).
+    """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig if ``mla`` is True (pop it first).
 
     ``activation`` is the activation's name. Raises ArchitectureError for a setting that Megatron cannot express.
     """

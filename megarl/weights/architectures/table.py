@@ -117,8 +117,7 @@ SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "lab
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A tensor of the HF files that fuses several logical tensors: concatenated, with ``{expert}`` as the first
-    axis."""
+    """A tensor of the HF files that concatenates several logical tensors; ``{expert}`` becomes the first axis."""
 
     name: str
     """HF name within the layer."""
@@ -382,8 +381,7 @@ class Architecture:
     def with_score(self) -> Architecture:
         """Return the table with a score head instead of the output weight, ignoring whether the latter is tied.
 
-        Raises ArchitectureError if transformers has no such class for the family: no other program could read its
-        files.
+        Raises ArchitectureError if transformers lacks this class for the family: no program could read its files.
         """
         if not self.has_score_class:
             raise ArchitectureError(

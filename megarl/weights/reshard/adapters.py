@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv:2106.09685) as layout rows: an A and a B for each logical tensor, sharded like it.
 
-If a tensor W [out, in] is split along its outputs, B [out, r] is split in the same way and A [r, in] is whole. If W is
-split along its inputs, A is split and B is whole. The layout of adapters follows from the model's layout alone: the
-same few lines serve Megatron's grid, vLLM's fused shards and PEFT's files.
+If a tensor W [out, in] is split along its outputs, B [out, r] is split likewise and A [r, in] is whole. If W is split
+along its inputs, A is split and B is whole. The layout of adapters follows from the model's layout alone: the same few
+lines serve Megatron's grid, vLLM's fused shards and PEFT's files.
 
 An embedding E [vocabulary, hidden] is a linear layer of one-hot inputs; its W is the transpose of E. A [r, vocabulary]
 is split like E, B [hidden, r] is whole, and scale · (B·A)ᵀ is added to E.
@@ -175,8 +175,7 @@ def _check_named(
 
 
 def saved_whole(tensors: Mapping[str, Shape], lora: LoraConfig) -> list[str]:
-    """HF names of the tensors that ``modules_to_save`` trains in full. Raises ConfigError for a name without a
-    match."""
+    """HF names of the tensors that ``modules_to_save`` trains. Raises ConfigError for a name without a match."""
     found: dict[str, None] = {}
     for ending in lora.modules_to_save:
         own = [name for name in tensors if saves_tensor(ending, name)]
@@ -439,8 +438,7 @@ def beside(base: Layout, adapters: Layout) -> Layout:
 
 
 def rewritten(destination: Layout, factors: Mapping[str, Factors], saved: Iterable[str] = ()) -> set[str]:
-    """Logical tensors to send to an engine again when ``factors`` and ``saved`` have changed: all tensors in the same
-    engine modules."""
+    """Logical tensors to send again after changes in ``factors`` and ``saved``: all in the same engine modules."""
 
     def module(local: str) -> str:
         return local.rpartition(".")[0]

@@ -49,8 +49,7 @@ def contains(outer: Box, inner: Box) -> bool:
 
 
 def at(start: Shape, extents: Shape) -> Box:
-    """Box of ``extents`` at ``start``. Extra leading axes of ``start`` are single indices (the expert axis of a
-    stack)."""
+    """Box of ``extents`` at ``start``. Extra leading axes of ``start`` are single indices (experts of a stack)."""
     lead = len(start) - len(extents)
     return tuple((s, s + (1 if axis < lead else extents[axis - lead])) for axis, s in enumerate(start))
 

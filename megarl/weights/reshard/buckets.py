@@ -36,8 +36,7 @@ class MessageChannel(NamedTuple):
 
 
 class BucketSlice(NamedTuple):
-    """Elements ``box`` (inside the move's box, logical coordinates), row-major in the bucket from byte ``offset``
-    on."""
+    """Elements ``box`` (inside the move's box, logical coordinates), row-major in the bucket from ``offset`` on."""
 
     move: Move
     box: Box

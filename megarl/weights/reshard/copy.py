@@ -110,8 +110,7 @@ def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tupl
 
 
 def _check_destination(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """Return the model's dtype. Raises PlanError unless the tensors match the layout and have this or their fixed
-    dtype."""
+    """Return the model's dtype. Raises PlanError unless tensors match the layout and have this or their fixed dtype."""
     own = {row.local: layout.dtype_of(row.parts[0]) for row, _ in layout.rows_of(rank)}
     shapes = layout.local_shapes(rank)
     dtypes = [tensors[local].dtype for local in shapes if local in tensors and own[local] is None]

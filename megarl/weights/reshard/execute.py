@@ -112,8 +112,7 @@ def send(
 
     Args:
         tensors: Local name -> tensor, named and shaped as in the source layout; any float dtype and device.
-        known: Digests of slices already sent to others in this publication. They are not recomputed; new digests are
-            added.
+        known: Digests of slices already sent to others in this publication, to be reused; new digests are added.
 
     Raises PlanError if ``tensors`` do not match the layout.
     """
@@ -269,8 +268,7 @@ class _Outgoing:
 
 
 class _Incoming:
-    """Receiving side: unpacks one bucket while the next is in flight; zeroes a tensor's padding before its first
-    slice."""
+    """Receiving side: unpacks one bucket while the next is in flight; zeroes a tensor's padding first."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class LayoutRow(NamedTuple):
     axis: int
     """The split axis."""
     splits: tuple[Split, ...]
-    """Splits of each share."""
+    """Split of each share."""
     owners: Owners
     stack: Shape = ()
     """Extents of the local tensor's leading axes (layers, experts) on every rank that has it."""

@@ -292,7 +292,7 @@ def _vllm_end_stages(arch: Architecture, param: Param, tied: bool, pp: int) -> s
 
 
 def _vllm_layers(num_layers: int, pp: int) -> list[int]:
-    """Layers of each stage; ``vllm.distributed.utils.get_pp_indices`` adds the remainder before the last stage."""
+    """Layers of each stage: vLLM (``distributed.utils.get_pp_indices``) adds extra layers to stages before the last."""
     counts = [num_layers // pp] * pp
     for i in range(2, num_layers % pp + 2):
         counts[-i] += 1

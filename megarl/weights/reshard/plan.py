@@ -149,8 +149,7 @@ class ReshardPlan:
     def _shared(self, dst: int, wants: RankWants) -> Iterator[tuple[Want, Share]]:
         """Yield the wants in order, split along axis 0 where two source ranks divide one, each with its share.
 
-        Only wants with the same copies matter, so a source rank that computes its wants gets the same result as all
-        others.
+        Only wants with the same copies matter, so a source rank that computes its wants gets the same result.
         """
         shares = []
         for ranks, total in zip(wants.sets, wants.totals, strict=True):

@@ -57,8 +57,7 @@ class Wants:
     def of(self, dst: int, tensors: Collection[str] | None = None, sender: int | None = None) -> RankWants:
         """Intersect a destination rank's pieces with the source's boxes, and check that they tile each piece.
 
-        With ``sender``, only boxes (of ``tensors``) on this source rank; their tiling is not checked, since other ranks
-        have the rest.
+        With ``sender``, only boxes (of ``tensors``) on this source rank, without the check: other ranks have the rest.
         """
         wants: list[Want] = []
         numbers: dict[tuple[int, ...], int] = {}

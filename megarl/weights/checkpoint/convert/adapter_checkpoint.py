@@ -44,8 +44,7 @@ class AdapterCheckpoint:
 
     @classmethod
     def of(cls, source: Path) -> AdapterCheckpoint | None:
-        """Open a checkpoint; ``None`` if it has no adapters. Rank, alpha and base model are in its run's
-        ``resolved.json``.
+        """Open a checkpoint; ``None`` without adapters. Its run's ``resolved.json`` has rank, alpha and base model.
 
         Raises CheckpointError for an unfinished checkpoint, one outside its run, or adapters of a critic; ConfigError
         for a damaged ``resolved.json``.

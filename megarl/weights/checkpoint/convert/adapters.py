@@ -111,8 +111,7 @@ def merge_adapter(
     """Merge a PEFT adapter into an HF checkpoint. If the adapter has a score head, the target is a
     sequence-classification checkpoint, even if the source has no score head.
 
-    Raises CheckpointError for an incomplete checkpoint or adapter, another model's adapter, an existing target, a full
-    disk.
+    Raises CheckpointError: incomplete checkpoint or adapter, another model's adapter, existing target, full disk.
     """
     return _convert(source, adapter, target, settings, 1.0, None)
 

@@ -62,8 +62,8 @@ def load_into(
 
     Args:
         tensors: Local name -> tensor, shaped as in the layout. FP8 weights are dequantised.
-        score: Source of a score head. "zeros" makes a new one; everything else comes from a language model (or another
-            score model), without its output weight.
+        score: Source of a score head: the file, or "zeros" for a new one. Then all else comes from a language model (or
+            another score model), without its output weight.
 
     Raises CheckpointError naming tensors that are missing, misshapen, unknown to the model's table, not finite, of a
     dtype that no weight has, or contradict ``tie_word_embeddings``. Raises it also for a missing or truncated file, and
@@ -120,10 +120,9 @@ def export_hf(
     bucket_bytes: int = 64 << 20,
     file_bytes: int = 4 << 30,
 ) -> dict[str, int]:
-    """Write ``target`` as an ordinary HF checkpoint; every rank of the grid calls it, rank 0 writes.
+    """Write ``target`` as an ordinary HF checkpoint. Every rank of the grid calls it; rank 0 writes.
 
-    Returns logical tensor -> digest of this rank's part as written, after the cast; all ranks' parts add up modulo
-    2**64.
+    Returns logical tensor -> digest of this rank's part as written, after the cast. The parts add up modulo 2**64.
 
     Args:
         plan: From the grid's layout to ``hf_layout``, with the same ``head``. A score model is written as its family's

@@ -34,8 +34,7 @@ _CONVERTING = (*_EXPORTED, *_DIST, LOCK, JOURNAL, f".{JOURNAL}.*.tmp")
 
 
 def named_target(target: Path) -> Path:
-    """Return the target with a proper last name (``sub/..`` has none). Raises CheckpointError if renaming is
-    impossible."""
+    """Return the target with a last name (``sub/..`` has none). Raises CheckpointError if it cannot be renamed."""
     if target.name in ("", ".."):
         target = target.resolve()
     if Path.cwd().is_relative_to(target.resolve()):
@@ -51,8 +50,7 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
     Args:
         target: May exist only with ``overwrite``; then it must be empty or contain a converted checkpoint and no other
             file.
-        sources: Directories that are read. They may not contain the target, nor be inside it or its temporary
-            directories.
+        sources: Directories that are read. They may neither contain the target nor be in it or its temporary folders.
     """
     sources = tuple(sources)
     partial = partial_path(target)

@@ -448,8 +448,8 @@ def open_adapter(
         base: The model's tensors, to check the copy of an output layer that PEFT writes next to its adapter; ``None``
             checks nothing.
 
-    Raises CheckpointError for a missing, truncated or damaged file, a missing, unknown or misshapen tensor, and a copy
-    that differs.
+    Raises CheckpointError for a missing, truncated or damaged file, a missing, unknown or misshapen tensor, a wrong
+    copy.
     """
     path = folder / TENSORS
     if not path.is_file():

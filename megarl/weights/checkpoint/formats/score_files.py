@@ -1,5 +1,4 @@
-"""Files of a critic or reward model: a sequence-classification checkpoint, or a PEFT adapter with score head and
-base."""
+"""Files of a critic or reward model: a sequence-classification checkpoint, or a PEFT adapter with its base model."""
 
 from __future__ import annotations
 
@@ -66,5 +65,5 @@ class ScoreFiles:
 
     @property
     def begins_without_score(self) -> bool:
-        """True if the checkpoint has no score head and only the adapter does."""
+        """True if only the adapter has a score head, not the checkpoint."""
         return self.adapter is not None and not has_score(self.base)

@@ -31,9 +31,9 @@ def score_pad(hf_config: Mapping[str, Any]) -> int | None:
 def with_score_pad(hf_config: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], str | None]:
     """Return config.json for a new score model, trained to score at the end token, and its pad token if that changed.
 
-    If ``pad_token_id`` is an end token, transformers would score the token before the end. Then choose the tokenizer's
-    pad token or another unused token. Without one it is null: transformers refuses batches and reads the last token.
-    ``folder``: the language model's, with tokenizer.
+    If ``pad_token_id`` is an end token, transformers would score the token before the end, so it becomes the
+    tokenizer's pad token or another unused token. Without one it is null: transformers refuses batches and reads the
+    last token. ``folder``: the language model's, with tokenizer.
     """
     if isinstance(text := hf_config.get("text_config"), Mapping):  # transformers reads it there
         inner, token = with_score_pad(text, folder)

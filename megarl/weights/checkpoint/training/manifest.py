@@ -164,7 +164,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _step_of(name: str) -> int | None:
-    """Step in the name of a finished checkpoint; ``None`` for other names."""
+    """Step in a checkpoint's final name; ``None`` for other names."""
     number = name.removeprefix(PREFIX)
     return int(number) if name.startswith(PREFIX) and _NUMBER.fullmatch(number) else None
 

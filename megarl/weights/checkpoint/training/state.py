@@ -148,7 +148,7 @@ def _check_optimizer(folder: Path, part: CheckpointedModel, given: Mapping[Any, 
 
 
 def put_random_states(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> bool:
-    """Restore this rank's generators from the checkpoint. Call it after building all models, which uses them.
+    """Restore this rank's generators from the checkpoint. Call it after building all models, which draws from them.
 
     Returns:
         False if a grid differs from the saving one or has no saved states; its generators then keep their seed.

@@ -135,8 +135,7 @@ class Writer:
         return PendingWrite(self)
 
     def _grow(self, size: int) -> None:
-        """Grow the shared memory to ``size`` bytes. Raises OSError if memory is full, before a page access would kill
-        us."""
+        """Grow the shared memory to ``size`` bytes. Raises OSError if memory is full: a page access would kill us."""
         if size > (0 if self._memory is None else len(self._memory)):
             os.posix_fallocate(self._descriptor, 0, size)
             self._memory = mmap.mmap(self._descriptor, size)

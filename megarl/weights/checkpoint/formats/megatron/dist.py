@@ -83,8 +83,7 @@ def find_dist(path: Path) -> Path | None:
 
 
 def has_adapters(path: Path) -> bool:
-    """True if a dist_checkpointing directory has adapters, not the full model. Raises CheckpointError as
-    ``DistFiles``."""
+    """True if a dist_checkpointing directory has adapters, not the full model. Errors as in ``DistFiles``."""
     return any(key.startswith(ADAPTER) for key in read_metadata(path))
 
 

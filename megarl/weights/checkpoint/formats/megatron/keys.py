@@ -25,8 +25,8 @@ _NORMS = re.compile(r"^(decoder\.layers|mtp\.layers\.\d+\.transformer_layer)(\.\
 
 
 def other_name(key: str, keys: Iterable[str] | None = None) -> str | None:
-    """Return a norm's key under the other spec; ``None`` for other tensors, or if no spec of this model has it
-    (``keys``)."""
+    """Return a norm's key under the other spec; ``None`` for other tensors, or if a model with ``keys`` has no such
+    key."""
     match = _NORMS.match(key)
     for pair in _SAME if match else ():
         assert match is not None
