@@ -1,6 +1,6 @@
 """Files with each step's training tokens, ``RUN/batches/step_NNNNNN.npz`` (``trainer.keep_batches``). Numpy only.
 
-Shape legend: N sequences in the order in which they enter the model, T tokens of all sequences, G groups.
+Shape legend: N sequences in the order of the model's input, T tokens of all sequences, G groups.
 """
 
 from __future__ import annotations

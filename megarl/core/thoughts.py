@@ -7,7 +7,7 @@ from __future__ import annotations
 
 OPEN, CLOSE = "<think>", "</think>"
 OPENINGS = (OPEN, "<seed:think>", "[THINK]", "<|channel|>analysis<|message|>")
-"""Texts with which chat templates open a thought."""
+"""Texts that open a thought in chat templates."""
 
 
 def opens_thinking(prompt: str) -> bool:

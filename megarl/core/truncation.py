@@ -7,7 +7,7 @@ from collections.abc import Mapping
 METRIC = "response_length/clip_ratio"
 """Share of a step's responses that were truncated."""
 MANY = 0.25
-"""Share of truncated responses from which the limit, not the policy, decides what is learned."""
+"""Minimum share of truncated responses for a warning: the limit, not the policy, then decides what is learned."""
 
 
 class TruncationWarning:

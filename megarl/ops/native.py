@@ -19,7 +19,7 @@ _torch_library = torch.library.Library("megarl", "DEF")
 
 def use(implementation: Literal["megarl", "torch"]) -> None:
     """Select megarl's kernels or their plain-torch twins for the ops. Twins are slower and need more memory; they help
-    to tell your bugs from ours."""
+    to separate your bugs from ours."""
     global _twin
     if implementation not in ("megarl", "torch"):
         raise ValueError(f"implementation must be megarl or torch, got {implementation!r}")

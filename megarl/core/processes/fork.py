@@ -182,7 +182,7 @@ class ForkServer:
 
 
 class ForkRoot:
-    """A process forked from this one, from which fork servers with different imports are forked.
+    """A process forked from this one. It forks fork servers with different imports.
 
     The root and its servers end with this process's main thread, or with ``close``. Create it before any threads.
 

@@ -24,7 +24,7 @@ def group_members(group: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                # The command in parentheses may hold spaces: state, parent, group and session follow the last ")".
+                # The command in parentheses may contain spaces: state, parent, group and session follow the last ")".
                 state, _, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 # The first thread of a killed process is a zombie immediately. The last thread to end frees the memory,
                 # and only then closes the sockets on which the group may have listened.
@@ -60,7 +60,7 @@ def kill_marked(variable: str) -> None:
 def processes_with(variable: bytes) -> list[int]:
     """Ids of processes started with ``variable``, NAME=value, in their environment.
 
-    Leaves out processes that are ending, and those of other users, because their environment cannot be read.
+    Leaves out ending processes and other users' processes, because their environment cannot be read.
     """
     found = []
     for environment in Path("/proc").glob("[0-9]*/environ"):

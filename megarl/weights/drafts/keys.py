@@ -130,7 +130,7 @@ def passed_over(base: dict[str, Any], logits: Function, read: Function) -> tuple
         read: Megatron's arguments. Raises ArchitectureError if a configuration is refused.
 
     Returns:
-        Number of changes that alter the logits, and those of them that Megatron's arguments neither reflect nor refuse.
+        Number of changes that alter the logits, and the ones that Megatron's arguments neither reflect nor refuse.
     """
     want, plain = logits(base), read(base)
     seen, found = 0, []

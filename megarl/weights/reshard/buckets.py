@@ -31,7 +31,7 @@ class MessageChannel(NamedTuple):
 
     @property
     def code(self) -> int:
-        """64-bit number that identifies the channel among those of its source rank."""
+        """64-bit number that identifies the channel among its source rank's channels."""
         return int.from_bytes(hashlib.blake2b(repr(self.dsts).encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -60,7 +60,7 @@ class Bucket(NamedTuple):
 
 
 def wire_dtype(layout: Layout, tensor: str, dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which a logical tensor is sent and digested: its fixed dtype, or ``dtype``."""
+    """Dtype for sending and digesting a logical tensor: its fixed dtype, or ``dtype``."""
     own = layout.dtype_of(tensor)
     return dtype if own is None else getattr(torch, own)  # type: ignore[no-any-return]
 
@@ -110,7 +110,7 @@ def numbered(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 class _Turns:
-    """Turn in which a rank's local tensor is filled; equal for ranks with the same tensors."""
+    """Turn for filling each local tensor of a rank; equal for ranks with the same tensors."""
 
     def __init__(self, plan: ReshardPlan, capacity: int, dtype: torch.dtype) -> None:
         self.plan = plan

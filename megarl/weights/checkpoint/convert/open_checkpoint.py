@@ -83,7 +83,7 @@ class Opened:
         return _beside(name, self.mtp) or (name == OUTPUT and _is_tied(self.hf_config, self.is_value))
 
     def dtype_of(self, tensor: str) -> torch.dtype:
-        """Dtype in which a logical tensor is stored."""
+        """Stored dtype of a logical tensor."""
         found = {self.source.dtypes[row.local] for row in self.layout.rows_with[tensor]}
         return found.pop()
 

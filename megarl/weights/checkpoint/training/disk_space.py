@@ -1,4 +1,4 @@
-"""Disk space for a checkpoint: free it, reserve it, and tell a full disk from other errors."""
+"""Disk space for a checkpoint: free it, reserve it, and distinguish a full disk from other errors."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def writing(path: Path) -> Iterator[None]:
 def free_space(folder: Path, needed: int, keep: int, *, refuse: bool, best: int | None = None) -> None:
     """Make room for a checkpoint of ``needed`` bytes, if fewer are free.
 
-    Removes finished checkpoints that ``prune`` would remove after the new one; keeps the newest and that of step
-    ``best``. ``refuse``: raise DiskFullError if there is still no room. Otherwise log a warning: with a quota or a
-    reserve the number of free bytes may be wrong.
+    Removes finished checkpoints that ``prune`` would remove after the new one; keeps the newest and step ``best``'s.
+    ``refuse``: raise DiskFullError if there is still no room. Otherwise log a warning: with a quota or a reserve the
+    number of free bytes may be wrong.
     """
     if (free := shutil.disk_usage(folder).free) >= needed:
         return

@@ -138,8 +138,8 @@ def remove(checkpoint: Path) -> None:
 
 
 def prune(folder: Path, keep: int, attempt: int = 0, best: int | None = None) -> None:
-    """Remove all finished checkpoints except the newest ``keep`` and that of step ``best``, and unfinished ones of
-    attempts up to ``attempt``."""
+    """Remove all finished checkpoints except the newest ``keep`` and step ``best``'s, and unfinished ones of attempts
+    up to ``attempt``."""
     kept = finished(folder)[-keep:]
     for checkpoint in in_order(folder):
         if checkpoint not in kept and (best is None or _step_of(checkpoint.name) != best):

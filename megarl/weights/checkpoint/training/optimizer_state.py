@@ -58,7 +58,7 @@ def spread(optimizer: Any) -> None:
 def sharded_optimizer_state(
     optimizer: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, Any]]:
-    """Parameter number -> sharded tensors: for saving, those written by this rank; for loading, those of its share.
+    """Parameter number -> sharded tensors: for saving, the ones this rank writes; for loading, the ones in its share.
 
     Every rank of the optimizer's data-parallel group calls it.
     """

@@ -255,7 +255,7 @@ class Save:
 
     def finish(self, keep: int, best: int | None = None) -> Path:
         """Wait for the writers of all ranks and complete the checkpoint. Remove other finished ones except the newest
-        ``keep`` and that of step ``best`` (rank 0's value).
+        ``keep`` and step ``best``'s (rank 0's value).
 
         Raises:
             DiskFullError: a rank had no room; raised on every rank, and the partial checkpoint is removed.
