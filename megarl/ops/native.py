@@ -13,22 +13,23 @@ from megarl import _C
 library: ModuleType = _C
 """The extension. Tests replace it by another build: kernels in float64, or CUDA kernels emulated on the CPU."""
 
-_twin = False
+runs_twins = False
+"""True if ``use`` has selected the plain-torch twins; read it with :func:`twin`."""
 _torch_library = torch.library.Library("megarl", "DEF")
 
 
 def use(implementation: Literal["megarl", "torch"]) -> None:
     """Select megarl's kernels or their plain-torch twins for the ops. Twins are slower and need more memory; they help
     to separate your bugs from ours."""
-    global _twin
+    global runs_twins
     if implementation not in ("megarl", "torch"):
         raise ValueError(f"implementation must be megarl or torch, got {implementation!r}")
-    _twin = implementation == "torch"
+    runs_twins = implementation == "torch"
 
 
 def twin() -> bool:
     """True if ``use("torch")`` selected the plain-torch twins."""
-    return _twin
+    return runs_twins
 
 
 def real() -> torch.dtype:

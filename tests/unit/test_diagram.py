@@ -29,11 +29,34 @@ def test_pictures_are_drawn_from_their_text(diagram: ModuleType, source: Path) -
     svg = source.with_suffix(".svg").read_text()
     assert svg == diagram.drawn(source.read_text()), f"run: python tools/diagram.py {source.relative_to(ROOT)}"
     shown = " ".join(ElementTree.fromstring(svg).itertext())
-    boxes = [line.split(" ", 4)[4] for line in source.read_text().splitlines() if line.startswith("box ")]
-    assert boxes and all(part.strip() in shown for box in boxes for part in box.split("|"))
+    lines = source.read_text().splitlines()
+    texts = [line.split(" ", 4)[4] for line in lines if line.startswith(("box ", "span "))]
+    assert texts and all(part.strip() in shown for text in texts for part in text.split("|"))
 
 
-@pytest.mark.parametrize("line", ["arrow a c x", "circle a", "box a", "arrow a b d"])
+def test_nothing_is_cut_off(diagram: ModuleType) -> None:
+    """Each text ends within the picture and, of a box or span, within its frame: about 6.4 units for each letter."""
+    for source in SOURCES:
+        svg = ElementTree.fromstring(source.with_suffix(".svg").read_text())
+        total = float(svg.get("width", "0"))
+        for text in svg.iter("{http://www.w3.org/2000/svg}text"):
+            classes, x = (text.get("class") or "").split(), float(text.get("x", "0"))
+            width = len(text.text or "") * (7.6 if "t" in classes else 6.4)
+            left = x - width * (1.0 if "e" in classes else 0.0 if "b" in classes else 0.5)
+            assert left >= 0 and left + width <= total, f"{source.name}: {text.text}"
+        for line in source.read_text().splitlines():
+            if line.startswith("span "):
+                _, _, begins, ends, label = line.split(" ", 4)
+                longest = max(len(part.strip()) for part in label.split("|"))
+                assert longest * 6.4 < (float(ends) - float(begins)) * diagram.UNIT_W, f"{source.name}: {label}"
+            elif line.startswith("box "):
+                first, *others = line.split(" ", 4)[4].split("|")
+                assert max(len(first.strip()) * 7.6, *(len(part.strip()) * 6.0 for part in others)) < diagram.BOX_W, (
+                    line
+                )
+
+
+@pytest.mark.parametrize("line", ["arrow a c x", "circle a", "box a", "arrow a b d", "span x 0 1 t", "lane"])
 def test_a_line_that_cannot_be_drawn_is_named(diagram: ModuleType, line: str) -> None:
     text = f"box a 0 0 A\nbox b 1 1 B\nbox d 0 1 D\n{line}\n"
     with pytest.raises(diagram.DiagramError, match="f.diagram, line 4, "):

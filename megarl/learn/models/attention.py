@@ -152,13 +152,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if query.is_cuda and half and same_width and self.softmax_offset is None and not is_slower:
             out = self._varlen(query, key, value, params, layout)
         else:
-            out = self._bucketed(query, key, value, layout)
+            out = self.bucketed(query, key, value, layout)
         return out.view(*shares, *out.shape[1:])
 
-    def _bucketed(
+    def bucketed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
     ) -> torch.Tensor:
-        """One causal call for each bucket; at most ``PADDING_BOUND`` times the memory of the arguments besides them."""
+        """Compute attention with one causal call for each bucket of the layout; needs at most ``PADDING_BOUND`` times
+        the memory of the arguments besides them."""
         found = layout.buckets
         sizes = [rows * width for rows, width in found.shapes]
         pieces = [_Spread.apply(x, found.source, found.place).split(sizes) for x in (query, key, value)]

@@ -115,7 +115,8 @@ class ColdCheck(Part):
         return failure
 
     def _compared(self, text: ProbeText, version: WeightsVersion) -> Iterator[None]:
-        """Compare an engine; yields while it waits. Raises EngineError, WeightsDiffer."""
+        """Compare an engine that has the weights ``version`` by updates with itself once it has begun with their files;
+        yields while it waits. Raises EngineError, WeightsDiffer."""
         config = self._context.config
         engine, control = self._engine(version)
         warm = control.probe(text.token_ids, decode=text.decode)

@@ -64,11 +64,11 @@ class WeightPublisher:
         self._dtype: torch.dtype = getattr(torch, connection.config.model.dtype)
         self._count = 0
         """Number of the last publication or probe."""
-        self._whole: set[Start] = set()
+        self.whole: set[Start] = set()
         """Starts of engines that have proven to have all weights since they slept; on rank 0."""
-        self._tried: set[Start] = set()
+        self.tried: set[Start] = set()
         """Starts of engines whose way of adapters was tried; on rank 0."""
-        self._changes: dict[int, ReshardPlan] = {}
+        self.changes: dict[int, ReshardPlan] = {}
         """``id`` of a part -> its plan of what training changes."""
         self._covering: list[ReshardPlan] = []
         """Plans that deliver all that training changes."""
@@ -76,11 +76,11 @@ class WeightPublisher:
 
     def connect(self) -> None:
         """``EngineConnection.connect``."""
-        connection, self._changes, self._covering = self.connection, {}, []
+        connection, self.changes, self._covering = self.connection, {}, []
         connection.connect()
         if connection.rank == 0:  # an engine that joins begins from nothing, also one that has not been started again
             joined = self._starts(connection.joining)
-            self._whole, self._tried = self._whole - joined, self._tried - joined
+            self.whole, self.tried = self.whole - joined, self.tried - joined
 
     def engines_changed(self) -> bool:
         """``EngineConnection.engines_changed``."""
@@ -146,12 +146,12 @@ class WeightPublisher:
             return connection.parts
         if connection.rank == 0:
             with connection.messages.announcing(topic) as message:
-                message["behind"] = self._behind(version)
+                message["behind"] = self.behind(version)
         else:
             message = connection.messages.received(topic)
         return [connection.parts[engine] for engine in message["behind"]]
 
-    def _behind(self, version: WeightsVersion) -> list[int]:
+    def behind(self, version: WeightsVersion) -> list[int]:
         """Places of the engines to publish to: none that keeps weights for an evaluation, unless one of those has lost
         them or no other engine is left."""
         look, joined = self.connection.look, [row.key for row in self.connection.rows]
@@ -163,7 +163,7 @@ class WeightPublisher:
             fleet = look.fleet()
         return [joined.index(row.key) for row in fleet.behind(version) if row.key in joined]
 
-    def _note(self, engines: Iterable[int], version: WeightsVersion | None) -> None:
+    def note(self, engines: Iterable[int], version: WeightsVersion | None) -> None:
         """Note that these engines have proven to have a version; None: that they have lost theirs."""
         rows = [self.connection.rows[engine] for engine in engines]
         self._rows.delivered({row.key: row.start for row in rows}, version)
@@ -178,9 +178,9 @@ class WeightPublisher:
         if adapters is None:
             return [(part, part.plan) for part in parts]
         if connection.rank == 0:
-            have = [not self._starts(part.engines) - self._whole for part in parts]
+            have = [not self._starts(part.engines) - self.whole for part in parts]
             with connection.messages.announcing(f"{topic}/changed") as message:
-                if tried and any(self._starts(part.engines) - self._tried for part in parts):
+                if tried and any(self._starts(part.engines) - self.tried for part in parts):
                     raise WeightSyncError(
                         "an engine has not computed with a test adapter yet, so that model.lora may do nothing there: "
                         "try_adapter() comes before its first weights"
@@ -189,10 +189,10 @@ class WeightPublisher:
         else:
             message = connection.messages.received(f"{topic}/changed")
         for part, changed in zip(parts, message["changed"], strict=True):
-            if changed and id(part) not in self._changes:
-                self._changes[id(part)] = part.plan.only(adapters.changed(part.plan.destination).__contains__)
+            if changed and id(part) not in self.changes:
+                self.changes[id(part)] = part.plan.only(adapters.changed(part.plan.destination).__contains__)
         plans = [
-            self._changes[id(p)] if changed else p.plan for p, changed in zip(parts, message["changed"], strict=True)
+            self.changes[id(p)] if changed else p.plan for p, changed in zip(parts, message["changed"], strict=True)
         ]
         return list(zip(parts, plans, strict=True))
 
@@ -224,16 +224,16 @@ class WeightPublisher:
             nbytes = bytes_of(plan.destination, self._dtype)
             report = publication.lead(send, pause, nbytes, probe, opens=opens)
         except BaseException:
-            self._whole -= self._starts(part.engines)
-            self._note(part.engines, None)
+            self.whole -= self._starts(part.engines)
+            self.note(part.engines, None)
             raise
-        self._whole |= self._starts(part.engines)
-        self._note(part.engines, version if opens else None)
+        self.whole |= self._starts(part.engines)
+        self.note(part.engines, version if opens else None)
         return report
 
     def untried(self) -> bool:
         """Return True if a joined engine has not been tried with a test adapter, which rank 0 knows alone."""
-        return bool(self._starts(range(len(self.connection.rows))) - self._tried)
+        return bool(self._starts(range(len(self.connection.rows))) - self.tried)
 
     def try_adapter(
         self,
@@ -257,7 +257,7 @@ class WeightPublisher:
             try:
                 if connection.rank == 0:
                     with connection.messages.announcing(topic) as message:
-                        untried = [bool(self._starts(part.engines) - self._tried) for part in connection.parts]
+                        untried = [bool(self._starts(part.engines) - self.tried) for part in connection.parts]
                         message["parts"] = [number for number, is_new in enumerate(untried) if is_new]
                 else:
                     message = connection.messages.received(topic)
@@ -284,7 +284,7 @@ class WeightPublisher:
             except WeightsDiffer as error:
                 fleet.close(UNMOVED)
                 raise WeightsDiffer(f"{UNMOVED}: {error}") from error
-        self._tried |= self._starts(part.engines)
+        self.tried |= self._starts(part.engines)
 
     def probe(self, text: ProbeText) -> float:
         """Largest difference of the text's log-probs between this trainer and any engine. Every rank calls it.
@@ -303,7 +303,7 @@ class WeightPublisher:
                     message["max_difference"] = self._probe(text)
                 except WeightSyncError as error:
                     connection.fleet.close(str(error))
-                    self._note(range(len(connection.rows)), None)
+                    self.note(range(len(connection.rows)), None)
                     raise
             return message["max_difference"]
 
@@ -366,7 +366,7 @@ class WeightPublisher:
         connection = self.connection
         keep = connection.config.rollout.offload == "memory"
         if not keep:
-            self._whole = set()
+            self.whole = set()
         if connection.rank:
             return {}
         if connection.transport is None:

@@ -69,7 +69,8 @@ class WeightSync:
         self.step = 0
         """Steps of training in it."""
         self._keeps_sent = keeps_sent
-        self._sent: SentWeights | None = None
+        self.sent: SentWeights | None = None
+        """Copy of the weights that were sent last, where it is kept."""
         self._given: SentWeights | None = None
         """Weights that the last version has in place of the actor's."""
         self._digests = SentDigests()
@@ -97,7 +98,7 @@ class WeightSync:
         # What an earlier attempt has asked engines of other programs for is asked for again.
         abort = links is not None and links.come_and_go and self.version.n == 1
         self._given = given
-        return self._again_if_one_dies(lambda: self._publish(abort=abort, sent=given), join=changed)
+        return self._again_if_one_dies(lambda: self.send_version(abort=abort, sent=given), join=changed)
 
     def publish_again(self, why: str | None, step: int) -> None:
         """Give the weights to an engine that has replaced one that had them, under the same version.
@@ -109,12 +110,12 @@ class WeightSync:
             step: Steps of training in the actor's weights; where the last version has others, and no copy of it was
                 kept, these are a new one.
         """
-        sent = self._given or (self._sent if step != self.step else None)
+        sent = self._given or (self.sent if step != self.step else None)
         if step != self.step and sent is None:
             self._begin_version(step)
         self._reporter.log(f"{why}; joining the engine that is new there")
         with self._memory.during(Phase.SYNC):
-            self._again_if_one_dies(lambda: self._publish(abort=not self._keeps, sent=sent), join=True)
+            self._again_if_one_dies(lambda: self.send_version(abort=not self._keeps, sent=sent), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")
 
     def _begin_version(self, step: int) -> None:
@@ -143,7 +144,13 @@ class WeightSync:
             finally:
                 given_up.set()
 
-    def _publish(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
+    def send_version(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
+        """Send the actor's weights as ``version`` to the engines that are joined, prove and probe them; return metrics.
+
+        Args:
+            abort: End the requests under way instead of waiting for them.
+            sent: Weights to send in place of the actor's: a copy of those that went out under this version.
+        """
         actor = self._models.actor.model
         self._memory.enter(Phase.SYNC)
         self._wake("weights")
@@ -157,8 +164,8 @@ class WeightSync:
         )
         text = first or (self._probe() if sent is None else sent.probe)
         if sent is None and self._keeps_sent:
-            self._sent = None  # never two copies
-            self._sent = SentWeights.copy_of(tensors, written, text)
+            self.sent = None  # never two copies
+            self.sent = SentWeights.copy_of(tensors, written, text)
         self._memory.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._wake("kv_cache")
         proven = self._keeps and not text.far

@@ -379,17 +379,17 @@ class MergedTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, model: AdaptedModel) -> None:
         self.model = model
-        self._made: dict[str, torch.Tensor] = {}
+        self.made: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         base, adapters = self.model.own[name], self.model.adapters.get(name)
         if adapters is None:
             return base
-        if name not in self._made:
-            while len(self._made) >= self.KEPT:
-                self._made.pop(next(iter(self._made)))
-            self._made[name] = merged(base, adapters, self.model.factors)
-        return self._made[name]
+        if name not in self.made:
+            while len(self.made) >= self.KEPT:
+                self.made.pop(next(iter(self.made)))
+            self.made[name] = merged(base, adapters, self.model.factors)
+        return self.made[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.model.own)
@@ -408,12 +408,12 @@ class SeparateTensors(Mapping[str, torch.Tensor]):
 
     def __init__(self, model: AdaptedModel) -> None:
         self.model = model
-        self._scales = {each.b: each.factors.scale for group in model.adapters.values() for each in group}
+        self.scales = {each.b: each.factors.scale for group in model.adapters.values() for each in group}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.model.factors:
             return self.model.own[name]
-        factor, scale = self.model.factors[name], self._scales.get(name)
+        factor, scale = self.model.factors[name], self.scales.get(name)
         return factor if scale is None else (factor.to(torch.float32) * scale).to(factor.dtype)
 
     def __iter__(self) -> Iterator[str]:

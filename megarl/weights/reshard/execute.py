@@ -88,12 +88,14 @@ class Transport(Protocol):
 
 
 @lru_cache(maxsize=1)  # a process is one rank of one job; every sync has the same buckets
-def _buckets_from(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+def buckets_from(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    """Return the buckets that source rank ``rank`` sends, in order, of at most ``capacity`` bytes each."""
     return numbered(buckets_of(plan, plan.moves_from(rank), capacity, dtype))
 
 
 @lru_cache(maxsize=1)
-def _buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+def buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    """Return the buckets that destination rank ``rank`` receives, in order."""
     return numbered(buckets_of(plan, plan.moves_to(rank), capacity, dtype))
 
 
@@ -117,7 +119,7 @@ def send(
     Raises PlanError if ``tensors`` do not match the layout.
     """
     _check_tensors(plan.source, rank, tensors)
-    outgoing = _Outgoing(plan, tensors, transport, _buckets_from(plan, rank, bucket_bytes, dtype), known)
+    outgoing = Outgoing(plan, tensors, transport, buckets_from(plan, rank, bucket_bytes, dtype), known)
     for bucket in outgoing.buckets:
         outgoing.send(bucket, bucket.channel.dsts)
     return outgoing.finish()
@@ -138,8 +140,8 @@ def receive(
     ``write(local)`` returns the local tensor to write into (called for every slice). ``wrote(local, numel)`` is called
     after each write; the numbers of one local tensor add up to its size.
     """
-    buckets = _buckets_to(plan, rank, bucket_bytes, dtype)
-    incoming = _Incoming(plan, rank, write, wrote, transport, buckets)
+    buckets = buckets_to(plan, rank, bucket_bytes, dtype)
+    incoming = Incoming(plan, rank, write, wrote, transport, buckets)
     for bucket in buckets:
         incoming.take(bucket)
     incoming.finish()
@@ -167,9 +169,9 @@ def exchange(
     if rank < plan.destination.num_ranks:
         moves += (move for move in plan.moves_to(rank) if move.src != rank)
     buckets = numbered(buckets_of(plan, moves, bucket_bytes, dtype))
-    outgoing = _Outgoing(plan, tensors, transport, [b for b in buckets if b.channel.src == rank])
+    outgoing = Outgoing(plan, tensors, transport, [b for b in buckets if b.channel.src == rank])
     arriving = [b for b in buckets if b.channel.src != rank]
-    incoming = _Incoming(plan, rank, write, _ignore, transport, arriving)
+    incoming = Incoming(plan, rank, write, _ignore, transport, arriving)
     for bucket in buckets:
         if bucket.channel.src != rank:
             incoming.take(bucket)
@@ -186,7 +188,7 @@ def _ignore(local: str, numel: int) -> None:
     """Default of ``wrote``: do nothing."""
 
 
-class _Outgoing:
+class Outgoing:
     """Sending side: two alternating buffers, and digests of the elements sent."""
 
     def __init__(
@@ -223,8 +225,8 @@ class _Outgoing:
         _header(flat).copy_(torch.tensor([bucket.number, bucket.channel.code], device="cpu"))
         asked = []
         for slice_ in bucket.slices:
-            view = _view(flat[HEADER:], slice_)
-            view.copy_(_slice(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
+            view = message_view(flat[HEADER:], slice_)
+            view.copy_(local_view(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
             key = _key(slice_)
             if key not in self.known and key not in self.fresh:
                 self.fresh[key] = None
@@ -267,7 +269,7 @@ class _Outgoing:
             raise WeightSyncError(f"{bucket} was not taken: {error}") from error
 
 
-class _Incoming:
+class Incoming:
     """Receiving side: unpacks one bucket while the next is in flight; zeroes a tensor's padding first."""
 
     def __init__(
@@ -326,8 +328,8 @@ class _Incoming:
         for slice_ in bucket.slices:
             local = slice_.move.dst_local
             self._zero_padding(local)
-            view = _view(flat, slice_)
-            _slice(self.write(local), slice_, slice_.move.dst_at).copy_(view)
+            view = message_view(flat, slice_)
+            local_view(self.write(local), slice_, slice_.move.dst_at).copy_(view)
             self.wrote(local, view.numel())
 
     @torch.no_grad()
@@ -375,12 +377,13 @@ def _header(message: torch.Tensor) -> torch.Tensor:
     return message[:HEADER].view(torch.int64)
 
 
-def _view(flat: torch.Tensor, slice_: BucketSlice) -> torch.Tensor:
+def message_view(flat: torch.Tensor, slice_: BucketSlice) -> torch.Tensor:
+    """View of the slice's elements in its message (without the header)."""
     end = slice_.offset + boxes.volume(slice_.box) * slice_.dtype.itemsize
     return flat[slice_.offset : end].view(slice_.dtype).view(boxes.shape_of(slice_.box))
 
 
-def _slice(tensor: torch.Tensor, slice_: BucketSlice, at: Shape) -> torch.Tensor:
+def local_view(tensor: torch.Tensor, slice_: BucketSlice, at: Shape) -> torch.Tensor:
     """View of the slice's elements in a local tensor, for a move that begins at ``at``."""
     start = boxes.shifted(at, tuple(c[0] - m[0] for c, m in zip(slice_.box, slice_.move.box, strict=True)))
     return tensor[boxes.index_of(start, boxes.shape_of(slice_.box))]

@@ -163,7 +163,7 @@ def run(
                 work.verify()
             for text in (nonfinite or {}).values():
                 logging.warning("%s", text)
-            output.commit(_manifest(opened, target, records, output.beside()))
+            output.commit(manifest_of(opened, target, records, output.beside()))
     finally:
         opened.close()
     size = sum(file_size(target, file) for file in target.files)
@@ -283,7 +283,9 @@ def _fingerprint(opened: Opened, target: Target, others: Sequence[Path], recipe:
     return digest.hexdigest()
 
 
-def _manifest(opened: Opened, target: Target, records: list[Finished], beside: list[str]) -> dict[str, Any]:
+def manifest_of(opened: Opened, target: Target, records: list[Finished], beside: list[str]) -> dict[str, Any]:
+    """Return the manifest of a converted checkpoint: its files, and a digest of every tensor. ``beside``: files that
+    were copied."""
     digests: Digests = {}
     files: dict[str, list[str]] = defaultdict(list)
     for record in records:

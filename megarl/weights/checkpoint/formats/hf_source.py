@@ -32,7 +32,7 @@ LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
 """Suffixes of class names in ``architectures``."""
 _DERIVED = ("rotary_emb.inv_freq",)
 """Suffixes of tensors that the model computes, although some files contain them."""
-_JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch.joined)
+JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch.joined)
 """Suffixes of tensors that contain several logical tensors."""
 _PACKED = ("_proj_blocks", "_proj_scales")
 """Suffixes of weights in MXFP4."""
@@ -101,7 +101,7 @@ def open_hf(path: Path) -> HFFiles | Dequantised | Divided:
     config.json of a family with fused tensors does not match its table.
     """
     files = open_files(path)
-    return divided(files, read_hf_config(path)) if any(name.endswith(_JOINED) for name in files.shapes) else files
+    return divided(files, read_hf_config(path)) if any(name.endswith(JOINED) for name in files.shapes) else files
 
 
 def divided(files: HFFiles | Dequantised, hf_config: Mapping[str, Any]) -> HFFiles | Dequantised | Divided:

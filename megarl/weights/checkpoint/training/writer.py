@@ -95,15 +95,16 @@ class Writer:
         self._memory: mmap.mmap | None = None
         context = multiprocessing.get_context("fork")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, self._descriptor, os.getpid()), daemon=True)
-        self._process.start()
+        self.process = context.Process(target=_serve, args=(other, self._descriptor, os.getpid()), daemon=True)
+        """The child."""
+        self.process.start()
         other.close()
         atexit.register(self.kill)  # multiprocessing would end it by a signal that it ignores
 
     @property
     def alive(self) -> bool:
         """True while the child runs."""
-        return self._process.is_alive()
+        return self.process.is_alive()
 
     def begin(self, work: Callable[..., T], tensors: Sequence[torch.Tensor], *rest: Any) -> PendingWrite[T]:
         """Start ``work(tensors, *rest)`` in the child, on CPU copies of the tensors; pickle ``work`` and ``rest``.
@@ -123,7 +124,7 @@ class Writer:
             )
         for place, tensor in zip(places, tensors, strict=True):
             place.within(self._memory).copy_(tensor)
-        late = threading.Timer(SEND_S, self._process.kill)
+        late = threading.Timer(SEND_S, self.process.kill)
         late.start()
         try:
             self._pipe.send((work, rest, places))
@@ -162,21 +163,21 @@ class Writer:
         return result
 
     def _death(self) -> str:
-        self._process.join(KILLED_S)
-        return f"the process that writes it ended with status {self._process.exitcode}"
+        self.process.join(KILLED_S)
+        return f"the process that writes it ended with status {self.process.exitcode}"
 
     def _written(self) -> str:
         """I/O counters of the child, which change while it writes."""
         try:
-            return Path(f"/proc/{self._process.pid}/io").read_text()
+            return Path(f"/proc/{self.process.pid}/io").read_text()
         except OSError:
             return ""
 
     def kill(self) -> None:
         """Kill the child and wait for its end."""
         atexit.unregister(self.kill)
-        self._process.kill()
-        self._process.join(KILLED_S)
+        self.process.kill()
+        self.process.join(KILLED_S)
 
     def __del__(self) -> None:
         os.close(self._descriptor)
