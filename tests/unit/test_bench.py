@@ -571,4 +571,4 @@ def test_a_bench_has_no_average_to_evaluate(tmp_path: Path) -> None:
 
 def test_a_training_job_has_no_mode_of_a_bench(caplog: pytest.LogCaptureFixture) -> None:
     assert cli.main(["train", "run.mode=bench"]) == 2
-    assert "run.mode=bench is of `megarl bench`" in caplog.text
+    assert "run.mode=bench belongs to `megarl bench`" in caplog.text

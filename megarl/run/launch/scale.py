@@ -110,7 +110,7 @@ def program_of(run_dir: str, programs: Sequence[str], asked: str | None) -> str:
         assert asked is not None
         return asked
     named = ", ".join(f"{PROGRAM}={name}" for name in programs)
-    raise ConfigError(f"{PROGRAM}={asked or ''}: {run_dir} has engines of several programs; add one of {named}")
+    raise ConfigError(f"{PROGRAM}={asked or ''}: {run_dir} has engines of several programs; give one of {named}")
 
 
 ENGINES, TP = "engines", "tp"

@@ -49,8 +49,8 @@ def check_pacing(config: Config, job: Job) -> None:
         )
     if sync.max_staleness and job.rollouts and config.algorithm.correction == "none":
         log.warning(
-            "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss treats "
-            "them as the step's; set algorithm.correction=truncate (docs/algorithms.md)",
+            "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss "
+            "treats them as the step's; set algorithm.correction=truncate (docs/algorithms.md)",
             sync.max_staleness,
         )
 
@@ -150,8 +150,8 @@ def _check_eval_engines(config: Config) -> None:
         )
     if rollout.replicas <= count:
         raise ConfigError(
-            f"{given} with rollout.replicas={rollout.replicas}: no engine is left for training during an evaluation; set "
-            f"rollout.replicas to {count + 1} or more, or trainer.eval_engines to {rollout.replicas - 1} or less"
+            f"{given} with rollout.replicas={rollout.replicas}: no engine is left for training during an evaluation; "
+            f"set rollout.replicas to {count + 1} or more, or trainer.eval_engines to {rollout.replicas - 1} or less"
         )
     if not trainer.eval_interval:
         raise ConfigError(
@@ -265,7 +265,7 @@ def check_replay(config: Config, job: Job) -> None:
         )
     if config.algorithm.correction == "none":
         log.warning(
-            "%s without algorithm.correction: earlier weights have sampled the replayed tokens, and the loss treats "
-            "them as the step's; set algorithm.correction=truncate (docs/algorithms.md)",
+            "%s without algorithm.correction: earlier weights have sampled the replayed tokens, and the loss "
+            "treats them as the step's; set algorithm.correction=truncate (docs/algorithms.md)",
             setting,
         )

@@ -171,8 +171,8 @@ def open_dist_checkpoint(
     rows = files.shapes.get(EMBEDDING_KEY, (0,))[0]
     if check and rows < hf_config["vocab_size"]:
         raise CheckpointError(
-            f"{EMBEDDING_KEY} in {path} has {rows} rows, config.json asks for {hf_config['vocab_size']} or more; the "
-            "two are of different models"
+            f"{EMBEDDING_KEY} in {path} has {rows} rows, config.json asks for {hf_config['vocab_size']} or more; "
+            "they belong to different models"
         )
     table: TableHead = "score" if is_value else "lm"
     family(hf_config, config_path, table)
