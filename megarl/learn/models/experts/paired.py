@@ -40,7 +40,7 @@ class BiasedOnce(RowParallelLinear):  # type: ignore[misc]
         super().__init__(*arguments, **named)
         # Each rank has the bias's whole gradient (``_OnFirst``), so it is not summed over ranks.
         self.bias.sequence_parallel = False
-        # With ep ranks that each have the whole expert, each counts the bias in the gradient norm.
+        # With etp = 1 a rank has whole experts, and counts their biases in the gradient norm.
         self.bias.tensor_model_parallel = parallel_state.get_expert_tensor_parallel_world_size() == 1
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
