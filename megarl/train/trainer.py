@@ -29,8 +29,7 @@ STEPS: dict[Mode, Callable[[TrainerRank], Steps]] = {"both": OnlineSteps, "train
 
 
 def loop_of(config: Config) -> Callable[[TrainerRank], None]:
-    """Return the training loop: megarl's loop for this kind of job, or the loop of ``trainer.loop``. Raises
-    ConfigError."""
+    """Return the training loop: megarl's for this kind of job, or ``trainer.loop``'s. Raises ConfigError."""
     path = config.trainer.loop
     if path is not None:
         parts = ", ".join(part.__name__ for wanted, part in PARTS if wanted(config))

@@ -28,8 +28,7 @@ class LossInput:
     """Flat tokens of one micro-batch; fields that the algorithm does not need may be None."""
 
     logp: torch.Tensor
-    """float [T], log-probs of the weights in training, with gradient. (0 for a model that returns scores, see
-    ``scores``.)"""
+    """float [T], log-probs of the weights in training, with gradient. (0 for a scoring model, see ``scores``.)"""
     entropy: torch.Tensor | None
     """float [T], with gradient."""
     old_logp: torch.Tensor | None
@@ -185,8 +184,8 @@ class Algorithm(Generic[C]):
     offline: bool = False
     """Trains on rows of a file, without rollouts."""
     choose_pairs: Callable[[Sequence[float], C], list[tuple[int, int]]] | None = None
-    """Choice of pairs, with ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected)
-    positions within the group."""
+    """Chooses pairs of sampled responses: (rewards of a whole group, settings) -> (chosen, rejected) positions in the
+    group."""
 
     @property
     def whole_step(self) -> bool:
@@ -198,12 +197,12 @@ class Algorithm(Generic[C]):
         return "ref_logp" in self.needs_with(config)
 
     def needs_with(self, config: C) -> frozenset[str]:
-        """``needs`` with these settings: ``ref_logp`` or nothing in the place of ``kl``."""
+        """Return ``needs`` with ``kl`` replaced: by ``ref_logp`` with these settings, or by nothing."""
         return self.needs - {"kl"} | ({"ref_logp"} if "kl" in self.needs and config.kl.coef != 0.0 else set())
 
     def advantages(self, rewards: Sequence[tuple[float, GroupStats]], tokens: Sequence[int], config: C) -> list[float]:
-        """Return the advantages of all responses of a step, from their rewards with the statistics of their groups,
-        their numbers of tokens in the loss."""
+        """Return the advantages of all responses of a step, from their rewards and group statistics, and their numbers
+        of tokens in the loss."""
         assert self.advantage is not None, f"algorithm {self.name} has no advantages of whole responses"
         values = [self.advantage(reward, stats, config) for reward, stats in rewards]
         return values if self.finish_advantages is None else self.finish_advantages(values, tokens, config)
@@ -213,7 +212,7 @@ class Algorithm(Generic[C]):
         ``finish_advantages``. Every rank calls it.
 
         Raises:
-            ConfigError: ``kl.place=reward`` with advantages of whole responses, which know no token's reward.
+                ConfigError: ``kl.place=reward`` with one advantage per response, which has no reward per token.
         """
         assert step.own is None or not self.whole_step, f"the estimate of {self.name} must be given the whole step"
         if self.estimate is not None:

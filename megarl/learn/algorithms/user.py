@@ -36,8 +36,7 @@ def load(path: str) -> Algorithm:
 
 
 def try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) -> None:
-    """Compute advantages of a group and the loss of one ``token``, to report faults of settings and inputs before
-    launch.
+    """Compute a group's advantages and the loss of one ``token``, to report faults of settings and inputs early.
 
     Raises:
         ConfigError: from the algorithm itself, or with the error and its place in a user's file.

@@ -104,8 +104,7 @@ def dealt(
     units: Sequence[Sequence[int]] | None = None,
     patches: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
-    """Return indices of the step's sequences in each micro-batch of each data-parallel rank:
-    ``[dp_rank][micro-batch]``.
+    """Return indices of the step's sequences in each micro-batch: ``[dp_rank][micro-batch][sequence]``.
 
     Args:
             lengths: [N], lengths of all sequences of the step.

@@ -54,13 +54,12 @@ class Sequences:
     images: Images | None = None
     """None without images."""
     trajectory: torch.Tensor | None = None
-    """int64 [n], never decreasing: index of the trajectory of each sequence; None if each trajectory has one
-    sequence."""
+    """int64 [n], never decreasing: index of each sequence's trajectory; None if each has one sequence."""
     routing: torch.Tensor | None = None
     """int8 or int16 [T, L, K]: expert ids that an engine chose for each token; ``NO_IDS`` for a sequence's last token
     and for demonstrations. None without ``rollout.routing_replay``."""
     share: StepShare | None = None
-    """Position of these sequences in the step; None if they are the whole step."""
+    """The share of the step that these sequences are; None if they are the whole step."""
 
     @property
     def step_lengths(self) -> torch.Tensor:

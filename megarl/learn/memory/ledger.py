@@ -62,7 +62,7 @@ class Ledger:
 
     @property
     def of_job(self) -> list[Phase]:
-        """Phases of the job: ``phases`` without those of missing roles."""
+        """Phases of the job: ``phases`` except phases of missing roles."""
         roles = self._roles()
         return [phase for phase in self.phases if ASKED.get(phase, "actor") in roles]
 
@@ -106,8 +106,7 @@ class Ledger:
         return self.largest().total <= budget_bytes
 
     def nearest(self, budget_bytes: int) -> PhasePlan | None:
-        """Return the plan that fits and moves the fewest roles to host memory, this one if it fits; None if no plan
-        fits.
+        """Return the fitting plan that moves the fewest roles to host memory, this one if it fits; None if none fits.
 
         Among plans with equally many moves, the first by ``FIRST_TO_LEAVE``. Roles already offloaded stay offloaded.
         """

@@ -108,8 +108,7 @@ def model_bytes(
     Args:
             hf_config: config.json of this model.
             model: The model's settings, with the dtype of its role.
-            trained: The model has gradients and an optimizer, in Megatron's padded buffers. Otherwise each parameter is
-                a tensor.
+            trained: It has gradients and an optimizer, in Megatron's padded buffers. Else each parameter is a tensor.
             setting: The grid's section in the settings, for errors.
             lent: Untrained parameters use another model's memory.
 

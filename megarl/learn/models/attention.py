@@ -158,8 +158,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _bucketed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
     ) -> torch.Tensor:
-        """Make one causal call per bucket; takes at most ``PADDING_BOUND`` times the arguments' memory in addition to
-        them."""
+        """Make one causal call per bucket; temporary memory is at most ``PADDING_BOUND`` times the arguments'."""
         found = layout.buckets
         sizes = [rows * width for rows, width in found.shapes]
         pieces = [_Spread.apply(x, found.source, found.place).split(sizes) for x in (query, key, value)]

@@ -71,8 +71,7 @@ class PackedLayout:
 
 
 def on_device(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy ``cu_seqlens`` (int32 [n+1], on the host) to a device so that ``lengths_of`` does not wait for the
-    device."""
+    """Copy ``cu_seqlens`` (int32 [n+1], on the host) to a device; ``lengths_of`` need not wait for the copy."""
     copy = cu_seqlens.to(device)
     copy._megarl_lengths = cu_seqlens.long().diff()  # type: ignore[attr-defined]
     return copy

@@ -52,7 +52,7 @@ class Request:
 
 
 class Switch:
-    """Turns the adapters of a stage on and off."""
+    """Switch of a stage's adapters."""
 
     on = True
 
@@ -119,8 +119,7 @@ def install(stage: torch.nn.Module) -> None:
 
 @contextmanager
 def requesting(stage: torch.nn.Module, request: Request) -> Iterator[None]:
-    """Make a forward pass of ``stage`` (a bare GPTModel) return log-probs within the context; no effect without the
-    head.
+    """Make forward passes of ``stage`` (a bare GPTModel) return log-probs within the context, if it has the head.
 
     Only the forward pass needs the request, because autograd saves the backward pass's inputs. So schedules may
     interleave micro-batches freely.

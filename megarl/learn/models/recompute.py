@@ -21,7 +21,7 @@ def lacking(sizes: ModelSizes) -> dict[str, str]:
 
 
 def recompute_settings(model: ModelConfig, sizes: ModelSizes) -> dict[str, Any]:
-    """Megatron's settings for ``model.recompute``. A model of another role may lack modules that the actor has."""
+    """Return Megatron's settings for ``model.recompute``. Models of other roles may lack modules that the actor has."""
     match model.recompute:
         case "selective":
             modules = [module for module in model.recompute_modules if module not in lacking(sizes)]

@@ -74,8 +74,7 @@ def block_spec(
     if config.multi_latent_attention and config.q_lora_rank is None:
         megatron_private.keep_query_projection()
     if model.transformer_impl == "transformer_engine":
-        # TransformerEngine's fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused
-        # rope.
+        # Fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         return _balanced(_added(block, config, residual, rules), model)
     block = get_gpt_decoder_block_spec(

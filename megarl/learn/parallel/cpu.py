@@ -50,8 +50,7 @@ def install() -> bool:
 
 
 def _cuda_runtime() -> None:
-    """Replace the current device, streams, events and synchronisation, which Megatron uses without checking for
-    CUDA."""
+    """Replace current device, streams, events and synchronisation; Megatron uses them without checking for CUDA."""
     cuda = torch.cuda
     cpu = torch.device("cpu")
     replacements: dict[str, Any] = {

@@ -107,8 +107,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
 
 
 def _store(host: str, port: int, world: int, rank: int, timeout: timedelta) -> TCPStore:
-    """Open the rendezvous; rank 0 listens on ``host`` only, where torch would listen on every interface of the
-    machine."""
+    """Open the rendezvous; rank 0 listens on ``host`` only, while torch would listen on every interface."""
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
     return TCPStore(host, port, world, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening)
 

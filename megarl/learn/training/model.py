@@ -57,8 +57,7 @@ Grid = Callable[[], AbstractContextManager[Any]]
 
 
 class Model:
-    """Megatron's modules of a model, and their outputs. Used directly it is a frozen model: the reference, a reward
-    model.
+    """Megatron's modules of a model, and their outputs. Used directly for frozen models: reference, reward model.
 
     ``head`` None makes a model that scores. ``grid``: activates the model's grid if that differs from the current one.
     """
@@ -194,8 +193,8 @@ class Model:
 
         Args:
                 updates: Results of ``micro_batches``, one list for each update; together, over all ranks, they are the
-                    requested sequences. With the micro-batches of a later update, the ratio to log-probs of the first
-                    update is exactly 1.
+                    requested sequences. If they are the micro-batches of the next updates, the first update's ratios
+                    are exactly 1.
                 temperature: None uses the head's temperature.
         """
         self.residents.require("parameters")
@@ -317,8 +316,7 @@ class TrainedModel:
         its global count.
 
         Args:
-                logp: float32 [T]; must be 0 at the positions of ``batches``, where it receives the values of
-                    ``outputs``.
+                logp: float32 [T]; 0 at the positions of ``batches``, where it receives the values of ``outputs``.
 
         Returns:
                 Metric sums over this rank's sequences on one rank of its replica, {} elsewhere; ``<name>/loss`` is

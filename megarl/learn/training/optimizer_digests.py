@@ -50,8 +50,7 @@ def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any, *, frozen
 
 
 def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Return uint64 [number of ``parameters``]: digests of the parameters of one distributed optimizer, 0 for
-    others."""
+    """Return uint64 [number of ``parameters``]: digests of one distributed optimizer's parameters, 0 for others."""
     written = np.zeros(len(parameters), dtype=np.uint64)
     # Data-parallel ranks have the same parameters in their buffers; other ranks may train more, fewer, or none.
     own = [p for buffer in optimizer.buffers for p in buffer.params]

@@ -15,8 +15,7 @@ SCORING = ("critic", "reward_model")
 
 def role_lora(config: Config, role: str) -> LoraConfig:
     """Return a role's adapter settings. A PEFT folder in the role's ``path`` sets them; otherwise the critic has the
-    actor's adapters, other roles none. Raises CheckpointError for an adapter whose base model is not on this
-    machine."""
+    actor's, other roles none. Raises CheckpointError for an adapter without its base model on this machine."""
     if role not in SCORING:
         return config.model.lora if role == "actor" else LoraConfig()
     path = getattr(config, role).path
@@ -38,9 +37,7 @@ def shares_base(config: Config, role: str) -> bool:
     if own.path is None:
         return role == "critic"
     files = ScoreFiles.of(Path(own.path))
-    if (
-        files.adapter is None or config.trainer.warm_start.steps
-    ):  # the warm start turns the actor's model into another one
+    if files.adapter is None or config.trainer.warm_start.steps:  # which changes the actor's model
         return False
     one_model = files.base.resolve() == Path(config.model.path).resolve()
     return one_model and set(lora.modules_to_save) <= set(role_lora(config, role).modules_to_save)

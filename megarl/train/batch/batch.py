@@ -43,8 +43,7 @@ class StepPlan:
 
 @dataclass
 class StepBatch:
-    """Equal on every rank, except ``sequences`` and ``turn_advantages``, which cover the sequences that the rank
-    holds."""
+    """Equal on every rank, except ``sequences`` and ``turn_advantages``, which cover the rank's own sequences."""
 
     outcomes: list[Outcome]
     """Trajectories of the step, without their tokens."""
@@ -66,8 +65,7 @@ class StepBatch:
     trained: Amount = NONE
     """Sampled tokens in the loss of an update, and their trajectories."""
     excluded: dict[str, Amount] = field(default_factory=dict)
-    """Reason -> samples in no update. If only some tokens of a trajectory are excluded, they count without a
-    trajectory."""
+    """Reason -> samples in no update. Tokens excluded from a trained trajectory count without a trajectory."""
 
     def kept(self, mask: torch.Tensor) -> Tokens:
         """Return the tokens of ``mask`` (bool [T]), for reductions over the whole step."""
@@ -95,8 +93,7 @@ def make_batch(
             replays_routing: Use the trajectories' expert ids (``rollout.routing_replay``); False skips them unread.
 
     Raises on every rank:
-            NonRetryableError: an algorithm pairs trajectories with several samples; or expert ids do not fit the
-                tokens.
+            NonRetryableError: an algorithm pairs trajectories with several samples; expert ids do not fit tokens.
             DataError: placeholders of a sequence do not fit its images.
     """
     outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
@@ -144,8 +141,7 @@ def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:
 
 
 def filter_overlong(batch: StepBatch, settings: AlgorithmConfig) -> None:
-    """Remove truncated responses from the loss mask, after inference, which compares their log-probs with the
-    engine's."""
+    """Remove truncated responses from the loss mask, after inference: the mismatch includes their log-probs."""
     if numbers := overlong(batch.rows, settings):
         sequences = batch.sequences
         kept = torch.ones(len(sequences.step_lengths), dtype=torch.bool)

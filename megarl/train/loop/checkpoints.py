@@ -38,7 +38,7 @@ class Checkpointer:
         """State in the newest checkpoint, finished or pending."""
         self._pending: saving.Save | None = None
         self.failed = 0
-        """Number of consecutive checkpoints for which the disk was too full."""
+        """Number of consecutive checkpoints that failed on a full disk."""
         self._base: str | None = None
         """Digest of the base model of the actor's adapters, once known."""
 
@@ -110,13 +110,11 @@ class Checkpointer:
         """Checkpoint models, optimizers and ``state``; do nothing if the newest checkpoint has ``state``.
 
         Args:
-                enter: ``PhaseMemory.enter``, which loads what a phase needs onto the device; None if nothing is
-                    offloaded.
+                enter: ``PhaseMemory.enter``, which loads a phase's memory onto the device; None without offloading.
             version: Last published weights.
                 interval: A periodic checkpoint, which the job can skip. With ``trainer.async_checkpoint`` it counts
                     once ``settle`` finds it written. On a full disk it is skipped, at most
-                    ``trainer.max_failed_checkpoints`` - 1 times in a row. Any other checkpoint counts when this call
-                    returns.
+                    ``trainer.max_failed_checkpoints`` - 1 times in a row. Any other counts on return.
                 labels: Labels of the timeline phase.
 
         Raises:

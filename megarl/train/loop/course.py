@@ -119,10 +119,8 @@ class Course:
     def begin(self, state: TrainState) -> None:
         """Prepare the steps after the warm start, and again after a rollback."""
         self._steps.prepare(state)
-        # Modules and models stay alive: a collection that walks them takes 0.3 s of every fourth step of the
-        # quickstart.
-        # Objects frozen by a fork server share its pages until a collection writes to them, which costs seconds of
-        # copying.
+        # Modules and models live on: a collection that walks them takes 0.3 s of every fourth step of the quickstart.
+        # Objects frozen by a fork server share its pages until a collection writes to them: seconds of copying.
         gc.collect()
         gc.freeze()
         if state.step:
@@ -160,8 +158,7 @@ class Course:
     def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
         """Restore models, store and metrics to the newest checkpoint, or to the run's start; return that state.
 
-        The result equals the checkpoint to the bit, except for the number of rollbacks, which changes later tasks and
-        seeds.
+        The result equals the checkpoint to the bit, except ``rollbacks``, which changes later tasks and seeds.
         """
         rank, reporter = self._rank, self._rank.reporter
         bad.__traceback__ = None  # its frames hold models that are about to be replaced

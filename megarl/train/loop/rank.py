@@ -104,8 +104,7 @@ class TrainerRank:
         metrics |= {"training/global_step": float(state.step), "training/attempt": float(self.context.attempt)}
         metrics |= self.memory.metrics() | {"checkpoint/failed": float(self.checkpoints.failed)}
         if state.step % config.checkpoint_interval == 0 and state.step < config.steps:
-            # A job killed right after this checkpoint resumes after this step, so the step's metrics must already be
-            # stored.
+            # A job killed after this checkpoint resumes after this step: its metrics must be stored before.
             self.reporter.keep(state.step, metrics, used)
             self.commit(state, version, interval=True, step=number)
             metrics["checkpoint/failed"] = float(self.checkpoints.failed)

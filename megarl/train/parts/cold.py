@@ -158,8 +158,7 @@ class ColdCheck(Part):
         return next(found for found in self._store.engines.own() if found.number == engine.number)
 
     def _until(self, holds: Callable[[], bool], what: str) -> Iterator[None]:
-        """Yield until ``holds()``. Raises EngineError after ``rollout.start_timeout_s``, or when the job is asked to
-        stop."""
+        """Yield until ``holds()``. Raises EngineError after ``rollout.start_timeout_s``, or on a request to stop."""
         config = self._context.config
         until = time.monotonic() + config.rollout.start_timeout_s
         while not holds():

@@ -25,7 +25,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.tracking import RunInfo, open_trackers
 
 SILENCE_S = 40.0
-"""Seconds after its last report at which an explorer counts as ended; explorers report at least every 10 s."""
+"""An explorer counts as ended this many seconds after its last report; it reports at least every 10 s."""
 
 
 class EngineIdleness:

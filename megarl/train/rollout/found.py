@@ -62,7 +62,7 @@ class FoundGroups:
         return {trajectory.group_id for trajectory in self.raw}
 
     def used(self, wanted: int) -> Used:
-        """Return the fate of all groups of a step that trains on ``wanted`` new ones."""
+        """Return the use of all groups in a step that trains on ``wanted`` new ones."""
         ids = [group[0].group_id for group in self.groups]
         dropped = self.dropped | dict.fromkeys(ids[wanted:], SURPLUS)
         again = tuple(group.group_id for group in self.replayed)

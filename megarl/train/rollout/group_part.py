@@ -1,4 +1,4 @@
-"""Part of the group service: hooks by which one feature changes how groups are requested and chosen."""
+"""Part of the group service: hooks for one feature to change how groups are requested and chosen."""
 
 from __future__ import annotations
 

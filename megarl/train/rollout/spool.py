@@ -1,5 +1,4 @@
-"""Transfer of objects with one copy of their arrays per node: the node's reader writes arrays to a file, and ranks map
-it.
+"""Objects with one copy of their arrays per node: the node's reader writes the arrays to a file, and ranks map it.
 
 Pickle (protocol 5) separates arrays from the rest: arrays go to the file unchanged, the rest is a message. It is short,
 except for image files, which are bytes and stay in the message.
@@ -47,7 +46,7 @@ class Spool:
 
     @property
     def path(self) -> str | None:
-        """Path by which other processes of this machine open the file; None if no array was written."""
+        """Path of the file for other processes of this machine; None if no array was written."""
         return None if self._file is None else f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def reserve(self, nbytes: int) -> None:
@@ -55,9 +54,7 @@ class Spool:
         if nbytes:
             with self._naming(nbytes):
                 file = self._opened()
-                if (
-                    0 < _free(file) < nbytes
-                ):  # else other processes get a full disk until the call fails; 0 may mean unknown
+                if 0 < _free(file) < nbytes:  # else others see a full disk until the call fails; 0 may be unknown
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.posix_fallocate(file, 0, nbytes)
 
@@ -75,7 +72,7 @@ class Spool:
         try:
             yield
         except OSError as error:
-            folder = tempfile.tempdir or "a temporary folder"  # None before the first use
+            folder = tempfile.tempdir or "a temporary folder"  # None if no usable folder was found
             free = "" if self._file is None else f", where {size(_free(self._file.fileno()))} are free"
             raise (DiskFullError if is_full(error) else JobError)(
                 f"{size(nbytes)} of a step's trajectories cannot be written to {folder} of {platform.node()}{free} "

@@ -196,7 +196,7 @@ class EngineConnection:
         joining = before.replaced(starts)
         machines = self._machines(before, joining)
         if before.starts and (machines, senders) != (before.machines, before.senders):
-            joining = before.all  # who is near whom decides the order of messages, which all processes must share
+            joining = before.all  # nearness decides the order of messages, which all processes must share
             machines = self._machines(before, joining)
         self._joined = Joined(starts, machines, senders)
         places = self._joined.places() if self.config.sync.shared_memory else Places()

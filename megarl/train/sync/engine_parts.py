@@ -66,8 +66,7 @@ class EnginePlans:
         return 1 if self.apart else len(self.workers)
 
     def expect(self, engines: int) -> None:
-        """Build the plan for ``engines`` engines with the current workers ahead of time; it is slow, and engines start
-        in parallel."""
+        """Build the plan for ``engines`` engines with the current workers while engines start, because it is slow."""
         workers = self.workers[0] if self.workers else self._rollout.tp * self._rollout.pp
         self._plan(workers, 1 if self.apart else engines)
 
@@ -118,8 +117,7 @@ def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Place
 
 
 def partners_of(parts: Sequence[PartOfEngines], workers: Sequence[int], rank: int) -> list[list[int]]:
-    """Return for each engine the workers that trainer rank ``rank`` sends to; ``workers``: number of workers of
-    each."""
+    """Return for each engine the workers that trainer rank ``rank`` sends to; ``workers``: number of each's workers."""
     receivers: dict[ReshardPlan, list[int]] = {}
     for part in parts:
         if part.plan not in receivers:  # listing one rank's moves in a plan takes up to a second

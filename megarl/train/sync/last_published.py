@@ -26,8 +26,7 @@ class SentWeights:
 
     @classmethod
     def copy_of(cls, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], probe: ProbeText) -> SentWeights:
-        """Copy tensors to host memory, which takes one more set of the rank's parameters; of adapters copy the trained
-        tensors."""
+        """Copy tensors to host memory: one more set of the rank's parameters, or its trained tensors of adapters."""
         if isinstance(tensors, Adapted):
             return cls(type(tensors)(tensors.model.kept()), written, probe)
         return cls({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}, written, probe)

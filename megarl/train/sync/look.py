@@ -28,7 +28,7 @@ class EngineLook:
                 engine's port may belong to another user.
             own: True if the engines are the job's own. Other engines count while their program gives heartbeats.
             together: All engines turn together and are all waited for (``rollout.placement=colocated``).
-            begun: True once weights were published; only before that are starting engines of the job waited for.
+            begun: True once weights were published; before that, starting engines of the job are waited for.
             silence_s: Seconds without heartbeat after which another program counts as dead (``cluster.heartbeat_s``).
     """
 
@@ -63,8 +63,7 @@ class EngineLook:
         return Fleet(self._store.engines.read(alive if is_settled else ()))
 
     def to_join(self) -> list[EngineRow] | None:
-        """Return the engines to deliver weights to, by program and number; None while all own engines are absent by
-        order.
+        """Return the engines to deliver weights to, by program and number; None while all own ones are absent by order.
 
         An own engine without response is skipped if another responds; another program's engine always.
         """
@@ -104,8 +103,7 @@ class EngineLook:
 
 
 def lost(fleet: Fleet, given: Sequence[EngineRow]) -> str | None:
-    """Return the reason to publish again while waiting for responses of the engines in ``given``; None if there is
-    none.
+    """Return the reason to publish again while responses of the engines in ``given`` are awaited, or None.
 
     Reasons: an engine died and was started again; or none of ``given`` is left and others serve. While others go on, an
     engine with a changed number of workers, like a new engine, waits for the next publication."""

@@ -50,9 +50,7 @@ def probe_text(config: Config, head: Head, model: Model, decode: int = DECODED, 
     decode = max(0, min(decode, context_tokens(config.rollout) - length - 2))
     probe = ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance, decode)
     longest = context_tokens(config.rollout) - 2
-    if (
-        not far or longest <= length or config.sync.method == "checkpoint"
-    ):  # readers of files compare only the short text
+    if not far or longest <= length or config.sync.method == "checkpoint":  # whose readers use the short text
         return probe
     return replace(probe, far=[_far_text(head, model, size, tolerance) for size in sorted({longest // 2, longest})])
 
@@ -119,9 +117,7 @@ def _tested(actor: Model) -> Iterator[None]:
     for local, group in actor.adapters.local.items():
         for each in group:
             own, size = each.factors, 1.0
-            if (
-                own.is_embedding
-            ):  # an embedding's B of size 1 is multiplied by A; each rank's part of A has the scale of its rows
+            if own.is_embedding:  # B of size 1 is multiplied by A; each rank's part of A has its rows' scale
                 size = float(tensors[local].float().square().mean().sqrt())
             sizes[each.a if own.is_embedding else each.b] = size * ADAPTER_SIZE / (own.scale * own.rank**0.5)
     before = {name: tensors[name].clone() for name in sizes}

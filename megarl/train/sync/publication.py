@@ -26,7 +26,7 @@ from megarl.weights.reshard.execute import Digests, compare, folds_of, merge
 from megarl.weights.reshard.plan import ReshardPlan
 
 TRIED = "the engine has a test adapter, not the weights of a step"
-"""Reason for which an engine refuses requests while a test adapter is tried."""
+"""Reason of refused requests while an engine has a test adapter."""
 _FAILURE_S = 5.0
 """Seconds that ranks wait for each other's errors after a failure."""
 
@@ -266,9 +266,7 @@ class Publication:
                 message["folds"] = list(folds_of(sent).items())
         except Exception as error:
             try:
-                self._messages.received(
-                    f"{self._topic}/end", _FAILURE_S
-                )  # so that every rank ends with the same error text
+                self._messages.received(f"{self._topic}/end", _FAILURE_S)  # so that every rank has one error text
             except WeightSyncError as verdict:
                 raise _kind(verdict)(f"{verdict} (here: {error})") from error
         differing = self._messages.received(f"{self._topic}/proof")["differing"]

@@ -230,7 +230,7 @@ class WeightPublisher:
         return report
 
     def untried(self) -> bool:
-        """True if a joined engine has not passed a test adapter; only rank 0 knows."""
+        """True on rank 0 if a joined engine has not passed a test adapter."""
         return bool(self._starts(range(len(self.connection.rows))) - self._tried)
 
     def try_adapter(
@@ -288,8 +288,7 @@ class WeightPublisher:
         """Return the largest difference of the text's log-probs between trainer and engines. Every rank calls it.
 
         Raises:
-                WeightSyncError: on every rank, if the difference exceeds the text's tolerance. The engines then refuse
-                    requests.
+                WeightSyncError: on every rank, if it exceeds the text's tolerance. The engines then refuse requests.
         """
         self._count += 1
         connection, topic = self.connection, f"probe/{self.connection.generation}.{self._count}"
@@ -335,8 +334,7 @@ class WeightPublisher:
         return there
 
     def lost(self) -> str | None:
-        """Return the reason to publish again while responses are awaited (``look.lost``), on rank 0; None if there is
-        none."""
+        """Return the reason to publish again while responses are awaited (``look.lost``), or None; on rank 0."""
         connection = self.connection
         return None if connection.transport is None else lost(connection.look.fleet(), connection.rows)
 

@@ -177,7 +177,7 @@ class WeightSync:
         self._together(lambda: links.try_adapter(tensors, version, written=written, probe=text))
 
     def _delivered(self, actor: Model) -> Mapping[str, torch.Tensor]:
-        """Return the actor's tensors in the form in which they are delivered."""
+        """Return the actor's tensors in their form for delivery."""
         if actor.adapters is None:
             return actor.tensors
         model = actor.adapters.adapted(actor.all_tensors)
@@ -232,7 +232,7 @@ class WeightSync:
 
     def _await_engines(self) -> None:
         """Wait until an explore program's engine is present: at the start of an attempt for
-        ``rollout.start_timeout_s``, later without limit. Do nothing for a job with engines or without links.
+        ``rollout.start_timeout_s``, later without limit. Do nothing for a job with its own engines or without links.
 
         Raises EngineError, Stopped.
         """
@@ -261,8 +261,7 @@ class WeightSync:
         return self._links.lost() if self._links is not None and self._context.rank == 0 else None
 
     def _smaller_buckets(self, links: WeightPublisher, error: EngineError | WeightSyncError) -> bool:
-        """Halve the buckets on every rank if one process lacked memory for a bucket; return True if they were
-        halved."""
+        """Halve the buckets on every rank if a process lacked memory for one; return True if they were halved."""
         if self._ranks.agree(NO_ROOM not in str(error)) or (halved := links.halve_buckets()) is None:
             return False
         self._reporter.log(

@@ -57,8 +57,7 @@ class Learner:
         lags: Mapping[WeightsVersion, int] | None = None,
         images: StepImages | None = None,
     ) -> StepBatch:
-        """Make the batch of whole groups, with group statistics of their scores; this rank holds its share of the
-        tokens.
+        """Make the batch of whole groups, with group statistics; this rank holds its share of the tokens.
 
         Arguments and errors as in ``make_batch``.
         """
@@ -106,7 +105,7 @@ class Learner:
         return replace(config, kl=replace(config.kl, coef=kl_coef(state, config.kl)))
 
     def critic_alone(self, state: TrainState) -> bool:
-        """True in the steps of ``critic.warmup_steps``, in which the actor is frozen."""
+        """True in the steps of ``critic.warmup_steps``, while the actor is frozen."""
         return self._models.critic is not None and state.step < self._config.critic.warmup_steps
 
     def update(

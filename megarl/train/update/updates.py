@@ -35,8 +35,7 @@ class UpdateFilter:
         self._bad = False
         """True if the current step has a bad update."""
         self._in_a_row = 0
-        """Number of consecutive bad steps. Steps repeated after a rollback do not reset it before they pass the bad
-        step."""
+        """Number of consecutive bad steps; steps repeated after a rollback reset it only after the bad step."""
         self._last_bad = (False, -1)
 
     def begin(self) -> None:

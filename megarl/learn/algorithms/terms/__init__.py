@@ -14,8 +14,7 @@ from megarl.core.errors import ConfigError
 
 
 def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return ``x`` with 0 where ``mask`` is False. Apply it before any formula, so that NaN there reaches no
-    gradient."""
+    """Return ``x`` with 0 where ``mask`` is False; use it before any formula, so that NaN there reaches no gradient."""
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 

@@ -18,8 +18,7 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def correction(batch: LossInput, config: AlgorithmConfig) -> tuple[torch.Tensor | None, Metrics]:
-    """Return (weights [T] of ``logp``'s dtype without gradient, metrics with verl's names); (None, {}) without
-    correction.
+    """Return (weights [T], ``logp``'s dtype, no gradient; metrics with verl's names); (None, {}) without correction.
 
     ``rollout_is_mean`` is the mean of r, 1 in expectation if the policies are equal; ``weight_mean`` is the mean of the
     applied weights.

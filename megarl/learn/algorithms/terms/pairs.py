@@ -37,8 +37,7 @@ def split(by_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor, counted: torch.Tensor) -> Metrics:
-    """Return TRL's metrics over ``counted`` pairs: how often, and by how much, the chosen response has the larger
-    reward.
+    """Return TRL's metrics over ``counted`` pairs: how often, and by how much, the chosen response's reward is larger.
 
     Equal rewards count as half (in TRL as 0), so that an untrained model has an accuracy of one half.
     """

@@ -84,8 +84,7 @@ class Tokens:
         return [_reduced(of_one.contiguous()) for of_one in whole.unbind(1)]
 
     def variance(self, mean: float, each: Each, *values: torch.Tensor) -> float:
-        """Return the unbiased variance of ``each`` over the kept values, given their ``mean``; NaN for fewer than
-        two."""
+        """Return the unbiased variance of ``each`` over the kept values, given the ``mean``; NaN for fewer than 2."""
         squares = self.totals(lambda *kept: (each(*kept).double() - mean).square(), *values)
         return squares.sum / (squares.number - 1) if squares.number > 1 else math.nan
 
@@ -123,9 +122,7 @@ class Tokens:
         for of_group, mask, *own in zip(lengths, *split, strict=True):
             places = np.flatnonzero(mask.numpy())
             number = np.diff(np.searchsorted(places, of_group.cumsum(0).numpy()), prepend=0)
-            index = torch.from_numpy(
-                places
-            )  # computed once: indexing each of ``values`` by the mask is 4 times as slow
+            index = torch.from_numpy(places)  # once: indexing each of ``values`` by the mask is 4 times as slow
             yield number, tuple(x.index_select(0, index) for x in own)
 
 

@@ -37,7 +37,7 @@ from megarl.weights.megatron_private import submodules_of
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """Numbers by which an update's balance is averaged."""
+    """Denominators of an update's balance."""
 
     sequences: int
     """Number over all data-parallel ranks."""
@@ -73,8 +73,7 @@ class Router(TopKRouter):
         """Reset the measurements for a new update."""
         self._size = size
         self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
-        """int64 [E]: number of tokens routed to each expert, on this rank; ``measured`` replaces it by the sum over
-        ranks."""
+        """int64 [E]: tokens routed to each expert on this rank; ``measured`` replaces it by the sum over ranks."""
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.weight.device)
         """This rank's share of (balance, z)."""
 
@@ -181,9 +180,8 @@ def sequences_of_tokens(stage: Any, row: torch.Tensor) -> torch.Tensor:
 
 
 def measured(chunks: Sequence[torch.nn.Module], name: str) -> Sums:
-    """Return metrics of an update, the same on every rank of the model: both losses as means over the layers, and the
-    largest load of an expert relative to its layer's mean. Every rank calls it; it sets each ``load`` to the sum over
-    ranks."""
+    """Return metrics of an update, the same on every rank of the model: both losses as means over layers, and the
+    largest load of an expert relative to its layer's mean. Every rank calls it; it sums each ``load`` over ranks."""
     # The model's device also on a stage without routers: a collective over CPU and GPU tensors would hang.
     found, device = routers(chunks), next(chunks[0].parameters()).device
     total = torch.zeros(3, dtype=torch.float64, device=device)
