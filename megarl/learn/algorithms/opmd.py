@@ -1,11 +1,12 @@
 """OPMD (Trinity-RFT, 2505.17826): a policy gradient without ratios, for samples of any policy.
 
-loss = Σ_t w_t·v_t·(−A·logp_t) / (1 + tau), with GRPO's KL and entropy terms. Only ``correction`` and metrics use
-``old_logp``. ``opmd=mean`` (the simple variant): A_i = r_i − mean of the group
-``opmd=pairwise``: A_i = mean_{j≠i} (r_i − r_j). The paper's loss is Σ_{i<j} (a_i − a_j)², a_i = r_i − tau·(logp_i −
-sg(logp_i)), sg: no gradient, logp_i: the response's sum (regularised towards the policy in training, as in Trinity).
-Its gradient in a response's logp is −2·tau·(n − 1)·A_i for a group of n: the direction used here, up to a positive
-factor. A group of one has no pairs: A = 0.
+loss = Σ_t w_t·v_t·(−A·logp_t) / (1 + tau), with GRPO's KL and entropy terms. ``old_logp`` is for ``correction`` and
+metrics only.
+``opmd=mean`` (the simple variant): A_i = r_i − mean of the group
+``opmd=pairwise``: A_i = mean_{j≠i} (r_i − r_j), 0 in a group of one. The paper's loss is Σ_{i<j} (a_i − a_j)²,
+a_i = r_i − tau·(logp_i − sg(logp_i)), sg: no gradient, logp_i: the response's sum (regularised towards the policy in
+training, as in Trinity). Its gradient in a response's logp is −2·tau·(n − 1)·A_i for a group of n: the direction used
+here, up to a positive factor.
 """
 
 from __future__ import annotations

@@ -153,8 +153,7 @@ class Images:
         return Shown(source, pixels, torch.tensor([image.grid for image in images]))
 
     def positions_of(self, index: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-        """Return int64 [3, b, S] for ``index`` [b, S] of a micro-batch; ``padding`` [b, S]: positions where it is
-        -1."""
+        """Return int64 [3, b, S] for a micro-batch's ``index`` [b, S]; ``padding`` [b, S]: values where it is -1."""
         return torch.where(index < 0, padding, self.positions[:, index.clamp(min=0)].long())
 
 

@@ -2,9 +2,8 @@
 
 Shape legend: s sequence length, b rows of the micro-batch, H hidden size.
 
-Source: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification``: a linear without bias after the last
-    norm);
-Megatron-Core 0.16.1 ``models/gpt/gpt_model.py``.
+Sources: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification``: a linear layer without bias after
+the last norm); Megatron-Core 0.16.1 ``models/gpt/gpt_model.py``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Common part of losses of sampled tokens, and its metrics: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t −
-entropy_coef·H_t).
+"""Loss of sampled tokens, and its metrics: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t).
 
 w_t by ``aggregation`` (``terms.py``), v_t by ``correction`` (``correction.py``), KL and entropy by ``ops/policy.py``.
 """

@@ -3,10 +3,10 @@
 For a router of E experts that chooses k, with scores s_{t,e} that sum to 1 over e (softmax, or sigmoids divided by
 their sum):
 
-        balance = (1/N) Σ_n Σ_e f_{n,e}·P_{n,e}
-        f_{n,e} = E/(k·T_n) Σ_t 1(e among the k best of t),  P_{n,e} = 1/T_n Σ_t s_{t,e}
-        z       = 1/T Σ_t (logsumexp_e logits_{t,e})²
-        bias_e += rate · sign(mean load − load_e), after an update
+    balance = (1/N) Σ_n Σ_e f_{n,e}·P_{n,e}
+    f_{n,e} = E/(k·T_n) Σ_t 1(e among the k best of t),  P_{n,e} = 1/T_n Σ_t s_{t,e}
+    z       = 1/T Σ_t (logsumexp_e logits_{t,e})²
+    bias_e += rate · sign(mean load − load_e), after an update
 
 over the N sequences of an update, of T_n tokens, T in all (DeepSeek-V3, 2412.19437 eq. 17–20 and 16; ST-MoE, 2202.08906
 eq. 5). Both losses are summed over the layers. Megatron's losses are means over one micro-batch, so they depend on how
