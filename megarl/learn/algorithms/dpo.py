@@ -22,7 +22,7 @@ def loss(batch: LossInput, config: PreferenceConfig) -> Loss:
     """Return the loss in the module's docstring.
 
     Raises:
-            ConfigError: without reference log-probs, or with a ``label_smoothing`` for ipo, which has none.
+        ConfigError: without reference log-probs, or with a ``label_smoothing`` for ipo, which has none.
     """
     if batch.ref_logp is None:
         raise ConfigError(f"{config.name} needs ref_logp for its loss; the trainer must compute it first")

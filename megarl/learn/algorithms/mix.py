@@ -36,7 +36,7 @@ def loss(batch: LossInput, config: MixConfig) -> Loss:
     ``engine_logp``, which holds the teacher's.
 
     Raises:
-            ConfigError: expert rows are not marked, or lack required log-probs of a teacher.
+        ConfigError: expert rows are not marked, or lack required log-probs of a teacher.
     """
     if batch.expert is None:
         raise ConfigError("mix needs to know which rows are expert rows; the trainer must give LossInput.expert")

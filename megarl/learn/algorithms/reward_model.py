@@ -20,8 +20,8 @@ def bradley_terry(scores: torch.Tensor, counted: torch.Tensor, margin: torch.Ten
     """Return the sum over pairs.
 
     Args:
-            scores: float [2P], with gradient: chosen and rejected alternating.
-            counted: bool [P]; scores and margins of other pairs are ignored, even NaN.
+        scores: float [2P], with gradient: chosen and rejected alternating.
+        counted: bool [P]; scores and margins of other pairs are ignored, even NaN.
         margin: float [P].
     """
     chosen, rejected = (terms.masked(x, counted) for x in pairs.split(scores.double()))

@@ -212,7 +212,7 @@ class Algorithm(Generic[C]):
         ``finish_advantages``. Every rank calls it.
 
         Raises:
-                ConfigError: ``kl.place=reward`` with one advantage per response, which has no reward per token.
+            ConfigError: ``kl.place=reward`` with one advantage per response, which has no reward per token.
         """
         assert step.own is None or not self.whole_step, f"the estimate of {self.name} must be given the whole step"
         if self.estimate is not None:

@@ -136,8 +136,8 @@ class Images:
         """Return the images of a micro-batch; None if it has none.
 
         Args:
-                numbers: int64 [n]: indices of its sequences.
-                index: int64 [b, S]: source position in the step; -1 for padding.
+            numbers: int64 [n]: indices of its sequences.
+            index: int64 [b, S]: source position in the step; -1 for padding.
         """
         places = [place for number in numbers.tolist() for place in self.places[number]]
         if not places:
@@ -180,8 +180,8 @@ def images_of(
     """Find the images of a step's sequences in their tokens [T]. Raises DataError as ``Vision.places``.
 
     Args:
-            images: (first token, token after the last, images) of each part of a sequence with images.
-            name: Returns the name of a sequence, given its number.
+        images: (first token, token after the last, images) of each part of a sequence with images.
+        name: Returns the name of a sequence, given its number.
     """
     places, positions, start = [], [], 0
     for number, (length, own) in enumerate(zip(lengths.tolist(), images, strict=True)):

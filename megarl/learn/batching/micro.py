@@ -77,8 +77,8 @@ def micro_batches(
     """Make the micro-batches of data-parallel rank ``rank``; all ranks have equally many, of one shape.
 
     Args:
-            units: Indices of the step's sequences that must share a micro-batch (pairs); other sequences are omitted.
-                None makes each sequence a unit.
+        units: Indices of the step's sequences that must share a micro-batch (pairs); other sequences are omitted. None
+            makes each sequence a unit.
 
     Raises:
         ValueError: a unit is longer than ``micro_batching.max_tokens``.
@@ -107,9 +107,9 @@ def dealt(
     """Return indices of the step's sequences in each micro-batch: ``[dp_rank][micro-batch][sequence]``.
 
     Args:
-            lengths: [N], lengths of all sequences of the step.
-            units: As in ``micro_batches``.
-            patches: [N]; None without images.
+        lengths: [N], lengths of all sequences of the step.
+        units: As in ``micro_batches``.
+        patches: [N]; None without images.
 
     Raises ValueError as ``micro_batches``.
     """

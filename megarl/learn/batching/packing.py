@@ -81,7 +81,7 @@ def deal(
     does not fit.
 
     Args:
-            patches: Image patches of each unit; None without images.
+        patches: Image patches of each unit; None without images.
     """
     if micro_batching.max_tokens is None:
         return _deal_rows(lengths, micro_batching)

@@ -147,7 +147,7 @@ def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]], logp: Sequ
     """Make sequences from prompt and response ids; the loss covers the whole response.
 
     Args:
-            logp: float32 [R] for each response: log-probs of the policy that generated it; empty if unknown.
+        logp: float32 [R] for each response: log-probs of the policy that generated it; empty if unknown.
     """
     result = _join([(prompt, response, True) for prompt, response in pairs])
     if len(logp):

@@ -34,8 +34,8 @@ def activation_bytes(
     """Return the bytes on the fullest rank for one forward and backward pass of a model.
 
     Args:
-            tokens: Tokens of a micro-batch, split over ``grid.cp`` ranks.
-            logits_bytes: Maximum bytes of logits at a time; None keeps all.
+        tokens: Tokens of a micro-batch, split over ``grid.cp`` ranks.
+        logits_bytes: Maximum bytes of logits at a time; None keeps all.
     """
     here = -(-tokens // grid.cp)
     kept, again = _layers(sizes, model, grid)

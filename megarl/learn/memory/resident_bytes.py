@@ -106,14 +106,14 @@ def model_bytes(
     With ``model.lora`` only adapters and wholly trained modules have gradients and an optimizer.
 
     Args:
-            hf_config: config.json of this model.
-            model: The model's settings, with the dtype of its role.
-            trained: It has gradients and an optimizer, in Megatron's padded buffers. Else each parameter is a tensor.
-            setting: The grid's section in the settings, for errors.
-            lent: Untrained parameters use another model's memory.
+        hf_config: config.json of this model.
+        model: The model's settings, with the dtype of its role.
+        trained: It has gradients and an optimizer, in Megatron's padded buffers. Else each parameter is a tensor.
+        setting: The grid's section in the settings, for errors.
+        lent: Untrained parameters use another model's memory.
 
     Raises:
-            ConfigError: the grid does not divide the model, or ``model.lora`` names unknown modules.
+        ConfigError: the grid does not divide the model, or ``model.lora`` names unknown modules.
     """
     layout = megatron_layout(
         hf_config, megatron_grid(parallel), transformer_impl=model.transformer_impl, head=head, setting=setting
@@ -205,8 +205,8 @@ class _RankBuffers:
         """Compute the buffers of a rank.
 
         Args:
-                adapters: Layout of the model's adapters, which are all trained.
-                tied: True if two stages have a copy of the embedding.
+            adapters: Layout of the model's adapters, which are all trained.
+            tied: True if two stages have a copy of the embedding.
             is_trained: False for rows whose parameters are in no buffer.
         """
         # A router's bias keeps its dtype: it is a module buffer, not a parameter.

@@ -32,8 +32,8 @@ class Resident:
     """All storages of one kind of one model.
 
     Args:
-            role: Role of the model: actor, reference, critic, reward_model.
-            tensors: Returns the tensors whose storages it owns. Called on each move: an optimizer creates moments late.
+        role: Role of the model: actor, reference, critic, reward_model.
+        tensors: Returns the tensors whose storages it owns. Called on each move: an optimizer creates moments late.
     """
 
     def __init__(self, role: str, kind: Kind, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:

@@ -94,10 +94,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             query, key, value: [s, b, h or g, d], or packed [t, h or g, d]; ``value`` may be narrower than the others.
             attention_mask: None.
             packed_seq_params: Megatron's PackedSeqParams with ``qkv_format="thd"`` and the ``cu_seqlens_q`` of the
-                        whole sequences (multiples of 2 * cp). Index tensors are cached on it for later layers.
+                whole sequences (multiples of 2 * cp). Index tensors are cached on it for later layers.
 
         Returns:
-                [s, b, h * d] or [t, h * d], where d is the values' width.
+            [s, b, h * d] or [t, h * d], where d is the values' width.
         """
         assert attention_mask is None and attention_bias is None, "causal attention takes no mask"
         cp = self.cp_group.size()

@@ -26,9 +26,9 @@ def attend(
 
     Args:
         query, key, value: [n, h, w, d], [n, g, w, d], [n, g, w, d'] with d' up to d.
-            scale: Scale of the scores; None means 1 / sqrt(d).
-            window: Number of tokens that a token attends to, including itself; None means all.
-            sinks: [h], one score per head that takes a share of the softmax and has no value (gpt-oss).
+        scale: Scale of the scores; None means 1 / sqrt(d).
+        window: Number of tokens that a token attends to, including itself; None means all.
+        sinks: [h], one score per head that takes a share of the softmax and has no value (gpt-oss).
 
     Returns:
         [n, h, w, d'].
@@ -78,7 +78,7 @@ def _banded(
 
     Args:
         query: [n, h, w - W, d].
-            key, value: [n, g, lead + w, d], for all tokens.
+        key, value: [n, g, lead + w, d], for all tokens.
     """
     n, rest = query.shape[0], query.shape[2]
     blocks = -(-rest // window)

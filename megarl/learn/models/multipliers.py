@@ -44,7 +44,7 @@ def install(stage: Any, numbers: Multipliers, *, logits: bool) -> None:
 
     Args:
         stage: A GPTModel.
-            logits: The stage returns logits; a score is not divided.
+        logits: The stage returns logits; a score is not divided.
     """
     if stage.pre_process and numbers.embedding != 1.0:
         stage.embedding.register_forward_hook(lambda module, given, out: out * numbers.embedding)

@@ -18,7 +18,7 @@ class RMSNorm(torch.nn.RMSNorm):
     """The local spec's norm, marked for sequence parallelism: Megatron then reduces the weight's gradient.
 
     Args:
-            own_eps: Epsilon for this norm instead of the model-wide ``eps``.
+        own_eps: Epsilon for this norm instead of the model-wide ``eps``.
         zero_centred: Multiply by 1 + weight, in float32 (Gemma).
     """
 
@@ -50,7 +50,7 @@ class WholeWidthNorm(torch.nn.Module):
 
     Args:
         hidden_size: Width of a head.
-            heads: Heads of the model. With fewer heads than ranks, neighbouring ranks share one.
+        heads: Heads of the model. With fewer heads than ranks, neighbouring ranks share one.
     """
 
     def __init__(self, config: Any, hidden_size: int, heads: int, eps: float = 1e-5, **unused: Any) -> None:

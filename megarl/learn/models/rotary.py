@@ -30,7 +30,7 @@ def install(stage: Any, ropes: Sequence[Rope | None]) -> None:
     """Give each layer of a GPTModel its rotary embedding, and all layers ``rotate_packed``. Safe to call again.
 
     Args:
-            ropes: One for each layer of the whole model; () keeps Megatron's embedding.
+        ropes: One for each layer of the whole model; () keeps Megatron's embedding.
     """
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -107,13 +107,13 @@ def rotate_packed(
 
     Args:
         t: [t, h, d].
-            cu_seqlens: [n+1] int32, of whole sequences. Tables are cached on it for later layers.
-            freqs: [longest sequence, 1, 1, r], float32; [t, 1, 1, r] if ``by_token`` marked ``cu_seqlens``.
+        cu_seqlens: [n+1] int32, of whole sequences. Tables are cached on it for later layers.
+        freqs: [longest sequence, 1, 1, r], float32; [t, 1, 1, r] if ``by_token`` marked ``cu_seqlens``.
         rotary_interleaved: Pairs are neighbours, not halves.
         multi_latent_attention: Pairs are neighbours in ``t`` and halves in the result.
         mscale: Factor of both tables (YaRN).
         cp_group: Context-parallel group; a rank has the two zigzag chunks of each sequence.
-            mla_rotary_interleaved: Name of ``multi_latent_attention`` in Megatron-Core 0.19.
+        mla_rotary_interleaved: Name of ``multi_latent_attention`` in Megatron-Core 0.19.
 
     Returns:
         [t, h, d].

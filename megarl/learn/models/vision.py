@@ -71,8 +71,8 @@ def install(stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, *
     """Prepare a bare GPTModel for images; do nothing for a text model.
 
     Args:
-            base: Base of the rotary angles.
-            trained: Train the tower with the language model.
+        base: Base of the rotary angles.
+        trained: Train the tower with the language model.
     """
     gpt: Any = stage
     config = gpt.config
@@ -126,7 +126,7 @@ def showing(stage: torch.nn.Module, source: torch.Tensor, pixels: torch.Tensor, 
     """Insert these images' vectors in a forward pass of ``stage`` (a bare first stage) within the context.
 
     Args:
-            source: int64 [b, S], for this rank's tokens (``batching.images.Shown``).
+        source: int64 [b, S], for this rank's tokens (``batching.images.Shown``).
         pixels: float32 [p, w]
         grids: int64 [n, 3]
     """

@@ -58,7 +58,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
     """Join the job's world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and set up Megatron-Core's groups.
 
     Raises:
-            ConfigError: the sizes make no grid (see ``check_parallel``).
+        ConfigError: the sizes make no grid (see ``check_parallel``).
         ValueError: the world's size is not tp * cp * dp * pp.
     """
     check_parallel(parallel)

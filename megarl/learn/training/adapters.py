@@ -93,10 +93,10 @@ class ModelAdapters:
 
         Args:
             tensors: Local name -> tensor of this rank.
-                base: Path or name of the adapters' base model.
+            base: Path or name of the adapters' base model.
 
         Returns:
-                HF name -> digest of this rank's part of the written tensor.
+            HF name -> digest of this rank's part of the written tensor.
         """
         return peft.write_adapter(
             target,

@@ -192,10 +192,10 @@ class Model:
         else 0.
 
         Args:
-                updates: Results of ``micro_batches``, one list for each update; together, over all ranks, they are the
-                    requested sequences. If they are the micro-batches of the next updates, the first update's ratios
-                    are exactly 1.
-                temperature: None uses the head's temperature.
+            updates: Results of ``micro_batches``, one list for each update; together, over all ranks, they are the
+                requested sequences. If they are the micro-batches of the next updates, the first update's ratios are
+                exactly 1.
+            temperature: None uses the head's temperature.
         """
         self.residents.require("parameters")
         head = self.head
@@ -316,11 +316,11 @@ class TrainedModel:
         its global count.
 
         Args:
-                logp: float32 [T]; 0 at the positions of ``batches``, where it receives the values of ``outputs``.
+            logp: float32 [T]; 0 at the positions of ``batches``, where it receives the values of ``outputs``.
 
         Returns:
-                Metric sums over this rank's sequences on one rank of its replica, {} elsewhere; ``<name>/loss`` is
-                their mean.
+            Metric sums over this rank's sequences on one rank of its replica, {} elsewhere; ``<name>/loss`` is their
+            mean.
         """
         self.model.residents.require("parameters", "gradients")
         with self.model.grid():

@@ -61,7 +61,7 @@ def policy(
     """Make the objective from the algorithm's loss of log-probs.
 
     Args:
-            unchanged: The weights are the update's starting weights, so the outputs serve as ``old_logp``.
+        unchanged: The weights are the update's starting weights, so the outputs serve as ``old_logp``.
     """
     share, first = sample_shares(sequences)
 

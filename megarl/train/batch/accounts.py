@@ -56,8 +56,8 @@ class SampleAccount:
         """Return ``rollout/trajectories/*`` and ``rollout/tokens/*``.
 
         Args:
-                trained: Amount in any update of the step.
-                more: Amounts that the batch excludes, by reason.
+            trained: Amount in any update of the step.
+            more: Amounts that the batch excludes, by reason.
 
         Raises:
             AssertionError: the numbers do not add up.

@@ -87,14 +87,14 @@ def make_batch(
     """Make a step's sequences and divide them among its updates, demonstrations in equal shares.
 
     Args:
-            lags: Lag of each version that sampled tokens; None if all are 0.
-            images: Images of the step; None for a text model.
-            share_of: Chooses the sequences that this rank will hold; None for all.
-            replays_routing: Use the trajectories' expert ids (``rollout.routing_replay``); False skips them unread.
+        lags: Lag of each version that sampled tokens; None if all are 0.
+        images: Images of the step; None for a text model.
+        share_of: Chooses the sequences that this rank will hold; None for all.
+        replays_routing: Use the trajectories' expert ids (``rollout.routing_replay``); False skips them unread.
 
     Raises on every rank:
-            NonRetryableError: an algorithm pairs trajectories with several samples; expert ids do not fit tokens.
-            DataError: placeholders of a sequence do not fit its images.
+        NonRetryableError: an algorithm pairs trajectories with several samples; expert ids do not fit tokens.
+        DataError: placeholders of a sequence do not fit its images.
     """
     outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
     if not replays_routing:

@@ -53,10 +53,10 @@ class ImageInputs:
         """Set ``sequences.images``.
 
         Args:
-                files: Image files of each sequence; its tokens have placeholders for their vectors.
-                name: Returns the name of a sequence, given its index.
+            files: Image files of each sequence; its tokens have placeholders for their vectors.
+            name: Returns the name of a sequence, given its index.
 
-            Raises DataError if the placeholders do not fit.
+        Raises DataError if the placeholders do not fit.
         """
         whole = zip(sequences.lengths.tolist(), files, strict=True)
         self.put_parts(sequences, [[(0, length, own)] for length, own in whole], name)

@@ -30,7 +30,7 @@ class Inference:
     """Fills the fields of a step's batch that an algorithm needs. Every rank makes the same calls.
 
     Args:
-            enter: ``PhaseMemory.enter``, which loads what a phase needs onto the device.
+        enter: ``PhaseMemory.enter``, which loads what a phase needs onto the device.
     """
 
     def __init__(self, config: Config, algorithm: Algorithm, models: Models, enter: Callable[[Phase], None]) -> None:
@@ -137,10 +137,10 @@ def share_of(lengths: torch.Tensor, patches: Sequence[int] | None, taken: Taken)
     Every rank calls it.
 
     Args:
-            lengths: int64 [N] of all sequences of the step.
-            patches: [N], image patches; None for a text model.
+        lengths: int64 [N] of all sequences of the step.
+        patches: [N], image patches; None for a text model.
 
-        Raises ValueError if a sequence is longer than a micro-batch.
+    Raises ValueError if a sequence is longer than a micro-batch.
     """
     if min((model.micro_batching.dp for model, _ in taken), default=1) == 1:
         return None

@@ -100,7 +100,7 @@ class Models:
         """Check that the expert ids of held sequences fit the actor's layers and experts. Raises NonRetryableError.
 
         Args:
-                rows: Trajectory of each sampled sequence.
+            rows: Trajectory of each sampled sequence.
         """
         sizes = architecture(self.hf_config).sizes(self.hf_config)
         wanted, ids = (len(sizes.moe_layers), sizes.topk), sequences.routing
@@ -165,10 +165,10 @@ class Models:
         """Build the other models with their weights at ``step``; existing models are kept and get these weights.
 
         Args:
-                enter: ``PhaseMemory.enter``, which loads what a phase needs onto the device.
-                step: Completed steps; at 0 reference and critic begin with the actor's weights.
-                checkpoint: Checkpoint from which the actor was loaded.
-                own_reference: HF checkpoint of the actor at step 0.
+            enter: ``PhaseMemory.enter``, which loads what a phase needs onto the device.
+            step: Completed steps; at 0 reference and critic begin with the actor's weights.
+            checkpoint: Checkpoint from which the actor was loaded.
+            own_reference: HF checkpoint of the actor at step 0.
 
         Raises:
             CheckpointError: ``checkpoint`` cannot be loaded.

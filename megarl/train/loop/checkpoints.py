@@ -110,12 +110,12 @@ class Checkpointer:
         """Checkpoint models, optimizers and ``state``; do nothing if the newest checkpoint has ``state``.
 
         Args:
-                enter: ``PhaseMemory.enter``, which loads a phase's memory onto the device; None without offloading.
+            enter: ``PhaseMemory.enter``, which loads a phase's memory onto the device; None without offloading.
             version: Last published weights.
-                interval: A periodic checkpoint, which the job can skip. With ``trainer.async_checkpoint`` it counts
-                    once ``settle`` finds it written. On a full disk it is skipped, at most
-                    ``trainer.max_failed_checkpoints`` - 1 times in a row. Any other counts on return.
-                labels: Labels of the timeline phase.
+            interval: A periodic checkpoint, which the job can skip. With ``trainer.async_checkpoint`` it counts once
+                ``settle`` finds it written. On a full disk it is skipped, at most ``trainer.max_failed_checkpoints`` -
+                1 times in a row. Any other counts on return.
+            labels: Labels of the timeline phase.
 
         Raises:
             JobError: it cannot be written, or another attempt has taken over.
@@ -168,7 +168,7 @@ class Checkpointer:
         """Count a checkpoint written in the background if all ranks have written it; ``wait``: wait for that.
 
         Args:
-                needed: Raise on a full disk: the job cannot go on without this checkpoint.
+            needed: Raise on a full disk: the job cannot go on without this checkpoint.
 
         Raises: as ``commit``.
         """

@@ -162,8 +162,8 @@ def read(
 
     Args:
         columns: ``taskset.columns``.
-            split: Prefix of the row ids.
-            skipped: Ids of bad rows, which are left out.
+        split: Prefix of the row ids.
+        skipped: Ids of bad rows, which are left out.
 
     Raises:
         DataError: a row is bad.

@@ -137,7 +137,7 @@ class RolloutWaiter:
         """Wait on every rank until the rollout is complete, with a progress bar.
 
         Args:
-                look: Returns the rollout's progress; called on rank 0.
+            look: Returns the rollout's progress; called on rank 0.
             weights_step: Steps of training in the actor's weights.
 
         Raises Stopped.

@@ -181,7 +181,7 @@ class Growth:
 
         Args:
             measured: Bytes on the device.
-                residents: Name -> bytes of the models on the device.
+            residents: Name -> bytes of the models on the device.
         """
         before, had = self._before.setdefault(phase, (measured, dict(residents)))
         grown = measured - before

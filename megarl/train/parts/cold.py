@@ -41,7 +41,7 @@ class ColdCheck(Part):
     """Compares an engine every ``sync.cold_interval`` steps. Rank 0 calls the engine and the supervisor.
 
     Args:
-            export: Writes the actor as an HF checkpoint into a folder; all ranks call it.
+        export: Writes the actor as an HF checkpoint into a folder; all ranks call it.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ def compare(warm: Probed, cold: Probed, url: str, tolerance: float | None) -> No
     """Compare the log-probs of an updated engine with those of an engine started with the weights.
 
     Args:
-            tolerance: Largest mean difference, in multiples of max(1, |log-prob|), over the tokens before the first one
-                sampled differently; None requires equal bits.
+        tolerance: Largest mean difference, in multiples of max(1, |log-prob|), over the tokens before the first one
+            sampled differently; None requires equal bits.
 
     Raises WeightsDiffer, naming the first kind of log-prob that differs.
     """

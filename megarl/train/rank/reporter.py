@@ -42,7 +42,7 @@ class EngineIdleness:
         """Return the mean idle share over explorers since the last call; None if no explorer was seen twice.
 
         Args:
-                times: Current result of ``Store.workers.busy_times``.
+            times: Current result of ``Store.workers.busy_times``.
         """
         now = self._now()
         passed, self._looked = now - self._looked, now

@@ -21,7 +21,7 @@ class GroupRequests:
     """Requests for training groups in the store; on rank 0.
 
     Args:
-            parts: Parts of the group service.
+        parts: Parts of the group service.
     """
 
     def __init__(self, context: RunContext, store: Store, choice: TaskChoice, parts: Sequence[GroupPart] = ()) -> None:

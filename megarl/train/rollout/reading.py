@@ -41,7 +41,7 @@ class NodeReader:
     """A rank's place in its node. Every rank makes one, and all ranks call ``read`` together.
 
     Args:
-            timeout_s: Timeout for one part; longer than the reader's timeout for an unavailable store.
+        timeout_s: Timeout for one part; longer than the reader's timeout for an unavailable store.
     """
 
     def __init__(self, timeout_s: float = 600.0) -> None:
@@ -222,8 +222,8 @@ class RolloutReader:
         """Return all expert experiences as tokens, in the store's order.
 
         Args:
-                expand: Inserts a placeholder for each image vector into a prompt; None for a text model.
-                teacher: Include the teacher's log-probs of rows that have them.
+            expand: Inserts a placeholder for each image vector into a prompt; None for a text model.
+            teacher: Include the teacher's log-probs of rows that have them.
         """
 
         def parts() -> Iterator[list[ExpertRow]]:

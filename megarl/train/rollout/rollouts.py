@@ -104,7 +104,7 @@ class Rollouts:
         The first ``trainer.tasks_per_step`` groups count; the others are surplus.
 
         Args:
-                published: Weights to sample with.
+            published: Weights to sample with.
 
         Raises:
             NonRetryableError: no group is left.

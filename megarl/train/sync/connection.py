@@ -54,13 +54,13 @@ class EngineConnection:
 
     Args:
         config: Uses model.dtype, parallel, rollout (tp, pp, start_timeout_s) and sync.
-            layout: The trainer's layout, ``megatron_layout`` of config.parallel.
+        layout: The trainer's layout, ``megatron_layout`` of config.parallel.
         hf_config: config.json of the model.
         rank: This process's rank in the layout.
         look: Finds the engines; used on rank 0.
-            vocab_multiple: Multiple to which the layout pads the vocabulary; the engines rebuild the layout with it.
-            addresses: Addresses of the links' store; by default from the environment.
-            stopping: True once the job is asked to stop; ends the wait for engines that are not ready.
+        vocab_multiple: Multiple to which the layout pads the vocabulary; the engines rebuild the layout with it.
+        addresses: Addresses of the links' store; by default from the environment.
+        stopping: True once the job is asked to stop; ends the wait for engines that are not ready.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class EngineConnection:
         """Wait for the engines, and join new ones and those with a broken link; the other links stay.
 
         Raises:
-                EngineError, WeightSyncError: an engine is not ready in time, or rejects the link; every rank raises.
+            EngineError, WeightSyncError: an engine is not ready in time, or rejects the link; every rank raises.
         """
         with heartbeat.timeout(self.config.rollout.start_timeout_s):
             try:

@@ -34,8 +34,8 @@ class EnginePlans:
     """Plans from the trainer's layout to a job's engines: one plan for all, or one for each engine.
 
     Args:
-            each: Make one plan for each engine, even if all have equally many workers.
-            adapters: Delivery of adapters, if the trainer's model has any.
+        each: Make one plan for each engine, even if all have equally many workers.
+        adapters: Delivery of adapters, if the trainer's model has any.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class FilePublisher:
     It has no contact with engines: the explore programs start, stop and verify them.
 
     Args:
-            layout: The trainer's layout, ``megatron_layout`` of config.parallel.
+        layout: The trainer's layout, ``megatron_layout`` of config.parallel.
         hf_config: config.json of the model.
         rank: This process's rank in the layout.
     """
@@ -71,12 +71,12 @@ class FilePublisher:
 
         Args:
             tensors: This rank's local tensors (Megatron names, any float dtype).
-                written: ``Model.written``: digests that ``tensors`` must have.
-                abort, probe: Not used: the readers decide about requests, and ``probe`` is a separate call.
+            written: ``Model.written``: digests that ``tensors`` must have.
+            abort, probe: Not used: the readers decide about requests, and ``probe`` is a separate call.
 
         Raises:
-                WeightsDiffer: on every rank, if a rank's ``tensors`` differ from what was written.
-                JobError: on rank 0, if the files cannot be written.
+            WeightsDiffer: on every rank, if a rank's ``tensors`` differ from what was written.
+            JobError: on rank 0, if the files cannot be written.
         """
         began, config, plan = time.monotonic(), self._config, self._plan
         if plan is None:

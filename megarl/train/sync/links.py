@@ -46,9 +46,9 @@ class TrainerLinks:
     """Links for notices, in host memory, and for bucket messages; with gloo both use the same links.
 
     Args:
-            rank: This trainer rank, out of ``trainers``.
+        rank: This trainer rank, out of ``trainers``.
         over: ``sync.transport``.
-            file: Memory file of this process, for buckets in host memory.
+        file: Memory file of this process, for buckets in host memory.
     """
 
     def __init__(self, rank: int, trainers: int, over: Backend, file: MemoryFile) -> None:
@@ -69,7 +69,7 @@ class TrainerLinks:
         """Join an engine's link; ``partners`` are the engine's workers that this rank sends to.
 
         Args:
-                near: Workers on this machine, numbered over all engines.
+            near: Workers on this machine, numbered over all engines.
         """
         first, peers, over = first_workers(self._workers)[engine], self._trainers, self._over
         here = [worker for worker in partners if first + worker in near]

@@ -24,12 +24,12 @@ class EngineLook:
     """Checks the rows of engines, the heartbeats of their programs, and the health of the engines.
 
     Args:
-            key: The job's key. An engine of another program gets it only after that program's heartbeat: a dead
-                engine's port may belong to another user.
-            own: True if the engines are the job's own. Other engines count while their program gives heartbeats.
-            together: All engines turn together and are all waited for (``rollout.placement=colocated``).
-            begun: True once weights were published; before that, starting engines of the job are waited for.
-            silence_s: Seconds without heartbeat after which another program counts as dead (``cluster.heartbeat_s``).
+        key: The job's key. An engine of another program gets it only after that program's heartbeat: a dead engine's
+            port may belong to another user.
+        own: True if the engines are the job's own. Other engines count while their program gives heartbeats.
+        together: All engines turn together and are all waited for (``rollout.placement=colocated``).
+        begun: True once weights were published; before that, starting engines of the job are waited for.
+        silence_s: Seconds without heartbeat after which another program counts as dead (``cluster.heartbeat_s``).
     """
 
     def __init__(

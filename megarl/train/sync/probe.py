@@ -36,9 +36,9 @@ def probe_text(config: Config, head: Head, model: Model, decode: int = DECODED, 
     """Make the probe of a model's current weights. Every rank calls it.
 
     Args:
-            head: Head of a model with the tokens that engines sample (``Models.head``).
-            decode: Maximum number of tokens that an engine samples after the text.
-            far: Add texts as long as half the context and the whole context.
+        head: Head of a model with the tokens that engines sample (``Models.head``).
+        decode: Maximum number of tokens that an engine samples after the text.
+        far: Add texts as long as half the context and the whole context.
     """
     tolerance = config.sync.probe_tolerance
     length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
@@ -84,12 +84,12 @@ def test_adapter(
     log-probs with it. Every rank calls it.
 
     Args:
-            sent: Returns a model's tensors as delivered.
+        sent: Returns a model's tensors as delivered.
 
     The probe has no images, so adapters of a vision tower alone are proven by digests.
 
     Raises:
-            WeightSyncError: on every rank, if the trainer's own log-probs do not change with it.
+        WeightSyncError: on every rank, if the trainer's own log-probs do not change with it.
     """
     before = probe_text(config, head, actor, 0)
     with _tested(actor):

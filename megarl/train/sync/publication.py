@@ -93,8 +93,8 @@ class Publication:
     """One publication of a weights version.
 
     Args:
-            topic: Prefix of its messages, never used before.
-            changed: True if the plan covers only what training changes; the engines have the rest.
+        topic: Prefix of its messages, never used before.
+        changed: True if the plan covers only what training changes; the engines have the rest.
     """
 
     def __init__(
@@ -125,9 +125,9 @@ class Publication:
 
         Args:
             send: Sends this rank's tensors over the link.
-                nbytes: Bytes sent over the link by all ranks together.
-                probe: Compared before any kept or newly arrived request continues; None leaves the probe to the caller.
-                opens: False keeps the engines refusing requests, except requests that verify them.
+            nbytes: Bytes sent over the link by all ranks together.
+            probe: Compared before any kept or newly arrived request continues; None leaves the probe to the caller.
+            opens: False keeps the engines refusing requests, except requests that verify them.
         """
         read_by_all = self._messages.read_by_all()
         with self._messages.announcing(f"{self._topic}/end") as message:

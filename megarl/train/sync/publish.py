@@ -55,7 +55,7 @@ class WeightPublisher:
     """Publishes, verifies and probes weights over a connection. Every trainer rank makes the same calls.
 
     Args:
-            rows: Rows in which rank 0 records the engines' weights.
+        rows: Rows in which rank 0 records the engines' weights.
     """
 
     def __init__(self, connection: EngineConnection, rows: DeliveredRows) -> None:
@@ -99,17 +99,17 @@ class WeightPublisher:
         weights and generates again.
 
         Args:
-                written: ``Model.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
-                abort: Abort requests in flight instead of waiting for them, which may exceed an engine's timeout.
-                probe: Compared within the publication; required by ``sync.pause=keep``, and allowed only there.
+            written: ``Model.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
+            abort: Abort requests in flight instead of waiting for them, which may exceed an engine's timeout.
+            probe: Compared within the publication; required by ``sync.pause=keep``, and allowed only there.
 
-            With ``sync.pause=keep`` each engine that lacks the version, and keeps no other one, receives it separately.
-            If one fails, the others still receive it; then the first failure is raised.
+        With ``sync.pause=keep`` each engine that lacks the version, and keeps no other one, receives it separately. If
+        one fails, the others still receive it; then the first failure is raised.
 
         Raises:
-                WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and
-                    ``publish`` bring them back. WeightsDiffer on rank 0 if ``tensors`` differ from what was written, or
-                    if all were sent and arrived different.
+            WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and
+                ``publish`` bring them back. WeightsDiffer on rank 0 if ``tensors`` differ from what was written, or if
+                all were sent and arrived different.
         """
         connection = self.connection
         if connection.transport is None:
@@ -245,7 +245,7 @@ class WeightPublisher:
         refuse requests until the next publication. Every rank calls it.
 
         Raises:
-                WeightSyncError: as ``publish``; WeightsDiffer if an engine does not compute with the adapter.
+            WeightSyncError: as ``publish``; WeightsDiffer if an engine does not compute with the adapter.
         """
         connection = self.connection
         self._count += 1
@@ -288,7 +288,7 @@ class WeightPublisher:
         """Return the largest difference of the text's log-probs between trainer and engines. Every rank calls it.
 
         Raises:
-                WeightSyncError: on every rank, if it exceeds the text's tolerance. The engines then refuse requests.
+            WeightSyncError: on every rank, if it exceeds the text's tolerance. The engines then refuse requests.
         """
         self._count += 1
         connection, topic = self.connection, f"probe/{self.connection.generation}.{self._count}"

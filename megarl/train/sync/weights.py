@@ -45,10 +45,10 @@ class WeightSync:
     """The engines of a job, as seen by all its trainer ranks together.
 
     Args:
-            delivery: Delivers weights to the engines.
-            record: Stores a version with its number of training steps; on rank 0.
-            links: ``delivery`` if it has links to engines, which may join, leave and die; None if weights are files.
-            keeps_sent: Keep a copy of each version (``last_published.outlives_update``).
+        delivery: Delivers weights to the engines.
+        record: Stores a version with its number of training steps; on rank 0.
+        links: ``delivery`` if it has links to engines, which may join, leave and die; None if weights are files.
+        keeps_sent: Keep a copy of each version (``last_published.outlives_update``).
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class WeightSync:
         version; enter ``Phase.ROLLOUT`` and return sync metrics.
 
         Args:
-                given: Other weights to publish instead, for an evaluation.
+            given: Other weights to publish instead, for an evaluation.
 
         Raises EngineError, WeightSyncError, Stopped.
         """
@@ -105,9 +105,9 @@ class WeightSync:
         The other engines get their requests again, or continue them (``sync.pause=keep``).
 
         Args:
-                why: Reason, on the rank that found it.
-                step: Training steps behind the actor's weights. If the last version is older and no copy was kept, the
-                    actor's weights become a new version.
+            why: Reason, on the rank that found it.
+            step: Training steps behind the actor's weights. If the last version is older and no copy was kept, the
+                actor's weights become a new version.
         """
         sent = self._given or (self._sent if step != self.step else None)
         if step != self.step and sent is None:

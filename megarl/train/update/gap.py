@@ -36,7 +36,7 @@ def mismatch(sequences: Sequences, kept: Tokens) -> dict[str, float]:
     """Return metrics of the difference, for equal weights and tokens.
 
     Args:
-            kept: The tokens to compare.
+        kept: The tokens to compare.
     """
     old, engine = sequences.old_logp, sequences.engine_logp
     if old is None or engine is None:
@@ -61,11 +61,11 @@ def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> No
     trainer are skipped: the update filter handles them. A NaN from the engine counts as the largest difference.
 
     Args:
-            sampled: bool [T]; sampled tokens with both log-probs.
+        sampled: bool [T]; sampled tokens with both log-probs.
         config: Uses sync.sample_tolerance and model.dtype.
 
     Raises:
-            WeightsDiffer: the mean exceeds the tolerance; the text has the mean, the quantile and the furthest token.
+        WeightsDiffer: the mean exceeds the tolerance; the text has the mean, the quantile and the furthest token.
     """
     sequences = batch.sequences
     old, engine, lag = sequences.old_logp, sequences.engine_logp, sequences.lag
@@ -127,7 +127,7 @@ def lag_metrics(sequences: Sequences, kept: Tokens) -> dict[str, float]:
     M, and the mean of |log w|.
 
     Args:
-            kept: The tokens to compare.
+        kept: The tokens to compare.
     """
     old, engine, lag = sequences.old_logp, sequences.engine_logp, sequences.lag
     if old is None or engine is None:

@@ -41,7 +41,7 @@ class Learner:
     """Makes batches of a job's steps and trains on them. Every rank makes the same calls.
 
     Args:
-            inference: The models, with the forward passes before an update.
+        inference: The models, with the forward passes before an update.
     """
 
     def __init__(
@@ -119,11 +119,11 @@ class Learner:
         """Make the step's optimizer updates: of the critic, and of the actor by ``policy``.
 
         Args:
-                settings: The algorithm's settings with the step's KL coefficient.
-                first: Objective of the first update, which then fills ``old_logp`` of its tokens.
+            settings: The algorithm's settings with the step's KL coefficient.
+            first: Objective of the first update, which then fills ``old_logp`` of its tokens.
 
         Returns:
-                The state with the updates' gradient norms, and metrics over all ranks.
+            The state with the updates' gradient norms, and metrics over all ranks.
         """
         config, number, sequences = self._config, state.step, batch.sequences
         actor, critic, alone = self._models.actor, self._models.critic, self.critic_alone(state)

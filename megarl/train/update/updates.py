@@ -57,8 +57,8 @@ class UpdateFilter:
 
         Args:
             model: ``actor`` or ``critic``.
-                sums: Sums of ``TrainedModel.backward``; they include the loss on ranks that report for a replica.
-                norm: Gradient norm before clipping.
+            sums: Sums of ``TrainedModel.backward``; they include the loss on ranks that report for a replica.
+            norm: Gradient norm before clipping.
             update: Number within the step, counted from 0.
 
         Raises:

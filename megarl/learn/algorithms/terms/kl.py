@@ -35,12 +35,12 @@ def adapted(kl: float, responses: int, config: KLConfig) -> float:
     The coefficient is the controller's whole state. A ``kl`` of NaN leaves it unchanged.
 
     Args:
-            kl: Mean per token of the step that ends.
-            responses: Number of responses of that step.
-            config: Settings of that step, with its coefficient.
+        kl: Mean per token of the step that ends.
+        responses: Number of responses of that step.
+        config: Settings of that step, with its coefficient.
 
     Raises:
-            ConfigError: the horizon is so short that one step could set the coefficient to 0, where it would stay.
+        ConfigError: the horizon is so short that one step could set the coefficient to 0, where it would stay.
     """
     if config.target is None or kl != kl:
         return config.coef

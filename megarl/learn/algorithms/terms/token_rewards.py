@@ -41,7 +41,7 @@ def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenR
     """Return the rewards in the module's docstring. ``name``: the algorithm's, for messages.
 
     Raises:
-            ConfigError: the KL is to be subtracted, but its log-probs are missing.
+        ConfigError: the KL is to be subtracted, but its log-probs are missing.
     """
     tokens = step.held(step.tokens)
     cu_seqlens = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])

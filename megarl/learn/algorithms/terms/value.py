@@ -29,7 +29,7 @@ def loss(
 
     Args:
         values: float [T], with gradient; ``old_values`` and ``returns`` [T] get none.
-            mask: bool [T], None for all; masked values are ignored, even NaN.
+        mask: bool [T], None for all; masked values are ignored, even NaN.
     """
     keep = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     v, old, target = (terms.masked(x.double(), keep) for x in (values, old_values.detach(), returns.detach()))

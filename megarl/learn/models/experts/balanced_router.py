@@ -121,7 +121,7 @@ class _BiasedChoice:
     """Choice of experts by probability plus bias, put in the place of Megatron's replayed choices.
 
     Args:
-            replay: Choices to replay, or None.
+        replay: Choices to replay, or None.
     """
 
     def __init__(self, bias: torch.Tensor, replay: Any) -> None:
