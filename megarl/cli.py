@@ -189,7 +189,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one command; a user's mistake prints one readable line and exits with status 2, a failed job with 1, Ctrl-C
     with 130."""
-    arguments = _parse(argv)
+    arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     from megarl.run.process.interrupt import INTERRUPT
 
@@ -224,8 +224,9 @@ def _tell(status: int) -> None:
             )
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Overrides may stand before and after an option, which argparse does not let them."""
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Read the words of a command (None: those of this process). Overrides may stand before and after an option, which
+    argparse does not let them. Exits with status 2 where a word is wrong."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["data"] and (look := data_command.look(words[1:])) is not None:
         return look

@@ -166,7 +166,7 @@ class Parking:
         recover_directory(self._parked)
         newest, away, lost = self._newest(), self._away(), ""
         if away is not None and newest == self.home:
-            self._forget()  # killed after it had parked them
+            self.forget()  # killed after it had parked them
             away, self._token = None, ""
         if self._token and (away is None or away.token != self._token):
             raise JobError(f"another start has begun a new store; the data of this one stay in {self.folder}")
@@ -266,7 +266,7 @@ class Parking:
                 (new / PARKED).write_text(self._token)
             if self._is_ours():  # still
                 replace_directory(new, self._parked)
-                self._forget()
+                self.forget()
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self.folder, self._token = self.home, ""
             else:
@@ -281,7 +281,8 @@ class Parking:
     def _away(self) -> Away | None:
         return Away(**read_json(self._note)) if self._note.is_file() else None
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Remove the note that the data are away, once they have been copied back."""
         self._note.unlink(missing_ok=True)
         sync(self.home)
 

@@ -159,7 +159,7 @@ class Server:
         with _locked(self.folder) as lock:
             programs = find_server(self.parking.version())
             self.parking.take()
-            identity = _identity(self.parking.folder)
+            identity = identity_of(self.parking.folder)
             keep = [lock.fileno(), *self._held]
             run = partial(self._run, identity, keep)
             login = f"ALTER ROLE {NAME} LOGIN PASSWORD '{self._password}'\n"
@@ -251,7 +251,7 @@ class Server:
         try:
             output, _ = process.communicate(text, timeout=START_S)
         except BaseException as error:
-            _kill_session(process)
+            kill_session(process)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise JobError(
@@ -323,7 +323,7 @@ def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | {"LC_ALL": "C"}
 
 
-def _kill_session(process: subprocess.Popen[str]) -> None:
+def kill_session(process: subprocess.Popen[str]) -> None:
     """End a program that leads its session, and its children; remove their shared memory."""
     segments = shared_memory(process.pid)
     with suppress(ProcessLookupError):
@@ -358,8 +358,8 @@ def _locked(folder: Path) -> Iterator[IO[bytes]]:
         yield handle
 
 
-def _identity(folder: Path) -> Identity:
-    """Whom the server can run as, such that it reaches ``folder``.
+def identity_of(folder: Path) -> Identity:
+    """Return a user as whom the server can run, such that it reaches ``folder``.
 
     Raises ConfigError when we are root and there is nobody else.
     """
@@ -373,7 +373,7 @@ def _identity(folder: Path) -> Identity:
     candidates.sort(key=lambda identity: identity.name, reverse=True)  # postgres shares its files with nobody
     # In a namespace of its own root can be called otherwise: for containers with one user, and run.dirs that only root
     # enters.
-    candidates.append(Identity("root under another number", 0, {"preexec_fn": _rename_root}))
+    candidates.append(Identity("root under another number", 0, {"preexec_fn": rename_root}))
     for identity in candidates:
         _give(folder, identity.uid)
         with suppress(OSError, subprocess.SubprocessError):
@@ -398,7 +398,7 @@ def pwd_name(uid: int) -> str:
         return str(uid)
 
 
-def _rename_root() -> None:
+def rename_root() -> None:
     """Become, in the child, uid 65534 of a new user namespace, with root's files and none of its powers."""
     if _LIBC.unshare(_CLONE_NEWUSER) != 0:
         raise OSError(ctypes.get_errno(), "unshare")

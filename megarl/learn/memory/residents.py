@@ -39,7 +39,8 @@ class Resident:
     def __init__(self, role: str, kind: Kind, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.role, self.kind = role, kind
         self.place = Place.DEVICE
-        self._tensors = tensors
+        self.tensors = tensors
+        """Returns the tensors whose memory it is."""
         self._away: list[tuple[torch.UntypedStorage, torch.device, int]] = []
         """(storage, device, bytes) of each, while it is not on the device."""
         self._digests: list[int] = []
@@ -52,7 +53,7 @@ class Resident:
     @property
     def nbytes(self) -> int:
         """Bytes that it has on the device, or had before it left."""
-        return sum(size for _, _, size in self._away or _storages(self._tensors()))
+        return sum(size for _, _, size in self._away or _storages(self.tensors()))
 
     def leave(self, place: Place, folder: Path) -> None:
         """Copy it to ``place`` (a file in ``folder`` for DISK) and free its memory on the device. ABSENT copies
@@ -61,7 +62,7 @@ class Resident:
         Raises OffloadError, with the memory still on the device.
         """
         assert self.place is Place.DEVICE and place is not Place.DEVICE, f"{self.name}: {self.place} to {place}"
-        storages = _storages(self._tensors())
+        storages = _storages(self.tensors())
         if place is not Place.ABSENT:
             try:
                 self._copy = _Copy([size for _, _, size in storages], folder / self.name, place)

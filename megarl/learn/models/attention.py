@@ -152,10 +152,10 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if query.is_cuda and half and same_width and self.softmax_offset is None and not is_slower:
             out = self._varlen(query, key, value, params, layout)
         else:
-            out = self._bucketed(query, key, value, layout)
+            out = self.bucketed(query, key, value, layout)
         return out.view(*shares, *out.shape[1:])
 
-    def _bucketed(
+    def bucketed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
     ) -> torch.Tensor:
         """Make one causal call per bucket; temporary memory is at most ``PADDING_BOUND`` times the arguments'."""

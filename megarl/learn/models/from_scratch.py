@@ -109,7 +109,7 @@ def create(
     try:
         with _quiet():
             _model(config, seed).save_pretrained(temporary)
-            _save_tokenizer(tokenizer, temporary, config)
+            save_tokenizer(tokenizer, temporary, config)
         replace_directory(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -183,7 +183,7 @@ def _check_vision(config: FromScratchConfig) -> None:
         )
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfig) -> None:
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfig) -> None:
     """Write the tokenizer's files, and the processor's for a model that takes images."""
     vision = config.sees
     fast = PreTrainedTokenizerFast(

@@ -77,7 +77,7 @@ def run(
         cu_seqlens = None if batch.cu_seqlens is None else on_device(batch.cu_seqlens, device)
         if cu_seqlens is not None and has_sections(unwrap(model)):
             by_token(cu_seqlens)
-        more = {"packed_seq_params": None if cu_seqlens is None else _packed_seq_params(cu_seqlens, batch.max_seqlen)}
+        more = {"packed_seq_params": None if cu_seqlens is None else packed_params_of(cu_seqlens, batch.max_seqlen)}
         if balanced or replay is not None:
             numbers = batch.row if replay is None else replay.codes(batch)
             more["padding_mask"] = sequences_of_tokens(unwrap(model), numbers[:, mine].to(device))
@@ -122,7 +122,13 @@ def _positions(sequences: Sequences, batch: MicroBatch, sectioned: bool) -> torc
     return sequences.images.positions_of(batch.index, batch.position)
 
 
-def _packed_seq_params(cu_seqlens: torch.Tensor, longest: int) -> Any:
+def packed_params_of(cu_seqlens: torch.Tensor, longest: int) -> Any:
+    """Return Megatron's description of packed sequences, without a look at the device.
+
+    Args:
+        cu_seqlens: int32 [sequences + 1]; where each sequence begins, and the last one ends.
+        longest: Tokens of the longest sequence.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     return PackedSeqParams(

@@ -80,7 +80,7 @@ def run_bench(models: Sequence[str], config: Config, servers: ForkServers | None
         raise ConfigError("a bench runs on one machine; start it without the launcher of several nodes")
     folder = Path(config.run.dir)
     check_place(folder)
-    base = _of_bench(config, folder)
+    base = config_of_bench(config, folder)
     planned = [_Planned(subject, _config_of(base, subject)) for subject in _subjects(models)]
     _check_same_settings(base, folder)
     for each in planned:
@@ -118,8 +118,9 @@ _OF_ENGINES = ("path", "dtype", "head_dtype", "min_image_pixels", "max_image_pix
 """Settings in ``model`` that engines read."""
 
 
-def _of_bench(config: Config, folder: Path) -> Config:
-    """The settings of a bench: nothing in them is of a trainer, since its grid and sizes must not refuse a model."""
+def config_of_bench(config: Config, folder: Path) -> Config:
+    """Return the settings of a bench in ``folder``: nothing in them is of a trainer, whose grid and sizes must not
+    refuse a model."""
     day = config.taskset.date or _noted(folder).get("date") or date.today().isoformat()
     trainer = TrainerConfig(seed=config.trainer.seed, verify_checkpoints=config.trainer.verify_checkpoints, trackers=[])
     return replace(

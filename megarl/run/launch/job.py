@@ -119,7 +119,7 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
             fix = "" if config.run.mode == "bench" else "raise trainer.steps to go on, or "
             log.info("%s is finished; %stake another run.name to begin again", run_dir, fix)
         else:
-            _run_attempts(begun, tasks, allocation, gathering, lock, server, key, last, timeline, servers)
+            run_attempts(begun, tasks, allocation, gathering, lock, server, key, last, timeline, servers)
         # A rank that was asked to end, by whomever, ends in order: only the run itself shows whether it is finished.
         finished = _is_finished(config)
         if finished and job.trains:  # its report too, which may not have been written when it ended
@@ -137,12 +137,12 @@ def _is_finished(config: Config) -> bool:
     return is_closed(config) if job_of(config).joins else is_finished(config, Path(config.run.dir))
 
 
-def _run_attempts(
+def run_attempts(
     config: Config, tasks: Mapping[str, Selected], allocation: Allocation, gathering: Gathering, lock: int,
     server: Server | None, key: str, last: int, timeline: Timeline,
     servers: ForkServers | None = None,
 ) -> None:  # fmt: skip
-    """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
+    """Run attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
 
     One that ran out of memory is followed, once, by one with smaller micro-batches beside these.
 
@@ -155,7 +155,7 @@ def _run_attempts(
         INTERRUPT.check()
         others = gathering.wait(config.cluster.connect_timeout_s, stop_request.is_set) if allocation.nodes > 1 else []
         everybody = [*others]
-        others = _healthy(config, allocation, others)
+        others = healthy_nodes(config, allocation, others)
         for node in others:
             node.stop_request = stop_request
         for folder in remove_stale_folders(run_dir):
@@ -179,10 +179,10 @@ def _run_attempts(
         while True:
             with timeline.phase("prepare"):
                 fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
-                attempt = last = _begin_attempt(config, stop_request, last)
+                attempt = last = begin_attempt(config, stop_request, last)
                 if not job.joins:
                     shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # of ranks that were killed
-                    _fill_store(config, tasks, attempt, fitted.config)
+                    fill_store(config, tasks, attempt, fitted.config)
                 else:
                     enter(config, attempt)
             try:
@@ -211,8 +211,8 @@ def _run_attempts(
                     leave(config, attempt)
 
 
-def _begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
-    """The number of the attempt that begins after ``last``; a full disk is waited for as the store's is.
+def begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
+    """Return the number of the attempt that begins after ``last``; a full disk is waited for as the store's is.
 
     Raises:
         FencedError: a later one has begun.
@@ -267,8 +267,8 @@ def _fitted(
     return fitted, [node for node in nodes if node.rank in used]
 
 
-def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:
-    """The nodes that fit together.
+def healthy_nodes(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:
+    """Return those of the other nodes that fit together with the head.
 
     Raises:
         JobError: more do not than there are spares, and cluster.exclude_unhealthy is off; or one of them is the head.
@@ -294,11 +294,13 @@ def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode
     return [node for node in others if node.name not in faults]
 
 
-def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitted: Config) -> None:
-    """The attempt, which ends all earlier ones' right to write; tasks, and nothing that an earlier attempt asked for
-    and the newest checkpoint knows nothing of, nor groups that it asked for ahead with settings that have changed.
+def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitted: Config) -> None:
+    """Make the store ready for an attempt, before the explorer starts: that would claim what is still open, while no
+    engine has the weights or even answers.
 
-    Before the explorer starts: it would claim what is still open, while no engine has the weights or even answers.
+    Begins the attempt, which ends the right to write of all earlier ones, and adds the tasks. Deletes what an earlier
+    attempt asked for and the newest checkpoint knows nothing of, and groups that were asked for ahead with settings
+    that have changed.
     """
     run_dir = Path(config.run.dir)
     store = Store(config.store.url, outage_s=config.store.outage_s, program=job_of(config).program)

@@ -47,10 +47,10 @@ def combinations(overrides: Sequence[str], index: int | None = None, own: str | 
             order; or there is none of this number.
     """
     found: list[Combination] = []
-    for number, (words, swept) in enumerate(expanded := _expanded(overrides, own)):
+    for number, (words, swept) in enumerate(expanded := expand(overrides, own)):
         if index is not None and number != index:
             continue
-        slug = _slug(swept)
+        slug = folder_name(swept)
         try:
             where = compose(words, own=own).run.dir
             others = [word for word in words if word.partition("=")[0].lstrip("+") != "run.dir"]
@@ -66,8 +66,9 @@ def combinations(overrides: Sequence[str], index: int | None = None, own: str | 
     return found
 
 
-def _expanded(overrides: Sequence[str], own: str | None = None) -> list[tuple[list[str], list[str]]]:
-    """(all overrides, those of them that are swept) of each combination; what is not swept stays as it was written."""
+def expand(overrides: Sequence[str], own: str | None = None) -> list[tuple[list[str], list[str]]]:
+    """Return (all overrides, those of them that are swept) of each combination; what is not swept stays as it was
+    written. Raises ConfigError."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -106,7 +107,8 @@ def _expanded(overrides: Sequence[str], own: str | None = None) -> list[tuple[li
     return [(list(words), [words[number] for number in swept]) for words in itertools.product(*choices)]
 
 
-def _slug(swept: Sequence[str]) -> str:
+def folder_name(swept: Sequence[str]) -> str:
+    """Return the name of a combination's folder, made of its overrides; a long one ends in a digest."""
     name = re.sub(r"[^\w.,=+-]", "_", ",".join(word.lstrip("+") for word in swept), flags=re.ASCII)
     if len(name) > LONGEST:  # a file system's limit is 255
         name = f"{name[:LONGEST]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"

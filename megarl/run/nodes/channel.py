@@ -29,7 +29,7 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket, silence_s: float) -> None:
-        self._socket = connection
+        self.socket = connection
         self._lines = connection.makefile("rb")
         self._sending = threading.Lock()
         if connection.family != socket.AF_UNIX:
@@ -40,13 +40,13 @@ class Channel:
     @property
     def own_address(self) -> str:
         """Address of this machine, as the other side sees it."""
-        return str(self._socket.getsockname()[0])
+        return str(self.socket.getsockname()[0])
 
     def send(self, **message: Any) -> None:
         """Raises ChannelClosed."""
         try:
             with self._sending:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
+                self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
             raise ChannelClosed(f"connection lost: {error}") from error
 
@@ -72,10 +72,10 @@ class Channel:
     def close(self) -> None:
         """Close the connection."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
         with contextlib.suppress(OSError):
             self._lines.close()
-        self._socket.close()
+        self.socket.close()
 
 
 def greet(connection: socket.socket, key: str, *, serving: bool, silence_s: float) -> Channel:

@@ -88,7 +88,8 @@ class RemoteNode:
     """One node whose supervisor is connected."""
 
     def __init__(self, channel: Channel, hello: dict[str, Any]) -> None:
-        self._channel = channel
+        self.channel = channel
+        """Connection to the node's supervisor."""
         self.rank = int(hello["rank"])
         self.role: Role = hello["role"]
         self.facts = health.from_message(hello["facts"])
@@ -99,7 +100,8 @@ class RemoteNode:
         """Told when the node's supervisor was asked to stop, by Slurm or a person."""
         self.lost_at = 0.0
         self._fault: str | None = None
-        self._processes: dict[str, RemoteProcess] = {}
+        self.processes: dict[str, RemoteProcess] = {}
+        """Name -> process of this node."""
         self._replies: dict[str, dict[str, Any]] = {}
         self._received = threading.Condition()
         threading.Thread(target=self._listen, daemon=True, name=f"node {self.rank}").start()
@@ -109,7 +111,7 @@ class RemoteNode:
         fault = "its connection is no longer read"
         try:
             while True:
-                self._receive(self._channel.receive())
+                self._receive(self.channel.receive())
         except ChannelClosed as closed:
             fault = str(closed)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -119,17 +121,17 @@ class RemoteNode:
                 if self._fault is None:
                     self._fault, self.lost_at = fault, time.time()
                 self._received.notify_all()
-            self._channel.close()
+            self.channel.close()
 
     def _receive(self, message: dict[str, Any]) -> None:
         with self._received:
             match message.get("event"):
                 case "ended":
-                    if (process := self._processes.get(message["name"])) is not None:
+                    if (process := self.processes.get(message["name"])) is not None:
                         process.ended(message)
                 case "beat":
                     for name, heartbeat in message.get("heartbeats", {}).items():
-                        if (process := self._processes.get(name)) is not None:
+                        if (process := self.processes.get(name)) is not None:
                             process.showed(heartbeat)
                 case "stop":
                     self.stop_request.count = max(1, self.stop_request.count)  # all nodes get the same stop
@@ -140,12 +142,12 @@ class RemoteNode:
     def _beat(self) -> None:
         while self.fault() is None:
             self.send(do="beat")
-            time.sleep(self._channel.silence_s / 4)
+            time.sleep(self.channel.silence_s / 4)
 
     def send(self, **message: Any) -> None:
         """Send it if the node is reachable; ``fault`` has the reason where it was not."""
         with suppress(ChannelClosed):
-            self._channel.send(**message)
+            self.channel.send(**message)
 
     def _request(self, timeout_s: float, **message: Any) -> dict[str, Any]:
         number = secrets.token_hex(8)
@@ -164,7 +166,7 @@ class RemoteNode:
         """Raises JobError."""
         process = RemoteProcess(spec, self)
         with self._received:
-            self._processes[spec.name] = process
+            self.processes[spec.name] = process
         env = {
             name: value for name, value in spec.env.items() if name != KEY_VARIABLE
         }  # it has the key, and no wire should
@@ -184,7 +186,7 @@ class RemoteNode:
         """Return True if it answers; a node that is cut off is silent for ``cluster.heartbeat_s`` before it counts as
         lost."""
         with suppress(JobError):
-            self._request(2 * self._channel.silence_s, do="ports", count=0)
+            self._request(2 * self.channel.silence_s, do="ports", count=0)
         return self.fault() is None
 
     def stop(self, names: Sequence[str], grace_s: float) -> None:
@@ -222,14 +224,17 @@ class Gathering:
         self._allocation = allocation
         self._key = key
         self._silence_s = silence_s
-        self._nodes: dict[int, RemoteNode] = {}
-        self._expected = set(range(1, allocation.nodes))
+        self.nodes: dict[int, RemoteNode] = {}
+        """Number -> node that has come."""
+        self.expected = set(range(1, allocation.nodes))
+        """Numbers of the nodes that have not come yet."""
         self._came = threading.Condition()
         self._closed = threading.Event()
-        self._door: socket.socket | None = None
+        self.door: socket.socket | None = None
+        """Socket at which the other nodes' supervisors come in."""
         if allocation.nodes > 1:
             try:
-                self._door = socket.create_server((allocation.head, allocation.port))
+                self.door = socket.create_server((allocation.head, allocation.port))
             except OSError as error:
                 raise ConfigError(
                     f"node 0 cannot listen on {allocation.head}:{allocation.port} ({error.strerror}); set MEGARL_HEAD "
@@ -237,7 +242,7 @@ class Gathering:
                 ) from error
 
     def __enter__(self) -> Self:
-        if self._door is not None:
+        if self.door is not None:
             threading.Thread(target=self._let_in, daemon=True, name="door").start()
         return self
 
@@ -245,20 +250,20 @@ class Gathering:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         with self._came:  # who is still on the way would wait for a head that is gone
-            self._came.wait_for(lambda: self._expected <= self._nodes.keys(), LATE_S)
+            self._came.wait_for(lambda: self.expected <= self.nodes.keys(), LATE_S)
         self._closed.set()
-        if self._door is not None:
+        if self.door is not None:
             with suppress(OSError):
-                self._door.shutdown(socket.SHUT_RDWR)
-            self._door.close()
-        for node in self._nodes.values():
+                self.door.shutdown(socket.SHUT_RDWR)
+            self.door.close()
+        for node in self.nodes.values():
             node.end()
 
     def _let_in(self) -> None:
-        assert self._door is not None
+        assert self.door is not None
         while True:
             try:
-                connection, where = self._door.accept()
+                connection, where = self.door.accept()
             except OSError as error:  # for instance no descriptor is free, or the peer has gone
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
@@ -275,12 +280,12 @@ class Gathering:
             connection.close()
             return
         with self._came:
-            before = self._nodes.get(node.rank)
+            before = self.nodes.get(node.rank)
             if before is not None and before.fault() is None:
                 log.warning("a second node %d wanted to join the job, from %s", node.rank, where[0])
                 node.end()
                 return
-            self._nodes[node.rank] = node
+            self.nodes[node.rank] = node
             self._came.notify_all()
 
     def wait(self, timeout_s: float, stopping: Callable[[], bool] = lambda: False) -> list[RemoteNode]:
@@ -290,15 +295,15 @@ class Gathering:
         """
         deadline = time.monotonic() + timeout_s
         with self._came:
-            while not self._expected <= self._nodes.keys() and (left := deadline - time.monotonic()) > 0:
+            while not self.expected <= self.nodes.keys() and (left := deadline - time.monotonic()) > 0:
                 if stopping():
                     raise KeyboardInterrupt
                 self._came.wait(min(left, LOOK_S))
-            missing = sorted(self._expected - self._nodes.keys())
+            missing = sorted(self.expected - self.nodes.keys())
             if missing:
                 raise JobError(
                     f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self._allocation.nodes} did "
                     f"not come to {self._allocation.head}:{self._allocation.port} within "
                     f"cluster.connect_timeout_s={timeout_s:g}: look at their output"
                 )
-            return [self._nodes[rank] for rank in sorted(self._expected)]
+            return [self.nodes[rank] for rank in sorted(self.expected)]

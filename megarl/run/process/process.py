@@ -60,7 +60,8 @@ class Child:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._start = output.tell()
-            self._process = self._start_process(argv, {**os.environ, **env}, output.fileno(), keep, servers)
+            self.process = self._start_process(argv, {**os.environ, **env}, output.fileno(), keep, servers)
+            """Process as its starter sees it: forked by a fork server, or started by itself."""
         self._echo = threading.Thread(target=self._show, daemon=True) if echo else None
         if self._echo is not None:
             self._echo.start()
@@ -100,11 +101,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     def poll(self) -> int | None:
         """Exit status, or None while it runs."""
-        return self._process.poll()
+        return self.process.poll()
 
     def tail(self) -> str:
         """Its last lines, as it printed them; before them the first exception of late, which an orderly end can
@@ -148,7 +149,7 @@ class Child:
     def wait(self, timeout_s: float) -> bool:
         """True when it ended within ``timeout_s``; what it printed has then been shown."""
         try:
-            self._process.wait(timeout_s)
+            self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
         if self._echo is not None:

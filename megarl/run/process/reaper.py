@@ -43,11 +43,12 @@ class Reaper:
     def __init__(self, lock: int | None = None, alone_s: float = ALONE_S) -> None:
         self._lock = lock
         self._alone_s = alone_s
-        self._groups: dict[int, Path | None] = {}
+        self.groups: dict[int, Path | None] = {}
         """Process groups to end, and the folder to remove with each."""
         self._sending = threading.Lock()
         self._leaving = threading.Event()
-        self._process = self._start()
+        self.process = self._start()
+        """Process of the reaper; another one where that has died."""
         threading.Thread(target=self._keep, daemon=True, name="keeper of the reaper").start()
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -63,7 +64,7 @@ class Reaper:
         """Without one, whoever killed the supervisor next would leave its processes behind."""
         while True:
             began = time.monotonic()
-            status = self._process.wait()
+            status = self.process.wait()
             if self._leaving.wait(max(0.0, began + AGAIN_S - time.monotonic())):
                 return
             with self._sending:
@@ -72,29 +73,29 @@ class Reaper:
                 log.warning("the reaper of this job's processes has ended (status %d); starting another", status)
                 self._close()
                 with suppress(OSError):  # tried again
-                    self._process = self._start()
-                for group, folder in self._groups.items():
+                    self.process = self._start()
+                for group, folder in self.groups.items():
                     self._send("add", group, folder)
 
     def _close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        assert self.process.stdin is not None
+        self.process.stdin.close()
 
     def _send(self, do: str, group: int, folder: Path | None) -> None:
-        assert self._process.stdin is not None
+        assert self.process.stdin is not None
         with suppress(OSError, ValueError):  # it has died: the next one is sent everything
-            self._process.stdin.write(f"{do} {group} {folder or ''}\n".encode())
+            self.process.stdin.write(f"{do} {group} {folder or ''}\n".encode())
 
     def add(self, group: int, folder: Path | None = None) -> None:
         """Reaper a process group, and a folder to remove with it."""
         with self._sending:
-            self._groups[group] = folder
+            self.groups[group] = folder
             self._send("add", group, folder)
 
     def forget(self, group: int) -> None:
         """Forget a process that is gone: its number may be another's soon."""
         with self._sending:
-            self._send("forget", group, self._groups.pop(group, None))
+            self._send("forget", group, self.groups.pop(group, None))
 
     def __enter__(self) -> Self:
         return self
@@ -105,16 +106,16 @@ class Reaper:
         with self._sending:
             self._leaving.set()
             self._close()
-            deadline = time.monotonic() + (self._alone_s if any(map(group_members, self._groups)) else 0.0)
+            deadline = time.monotonic() + (self._alone_s if any(map(group_members, self.groups)) else 0.0)
             try:
-                self._process.wait(deadline + END_S - time.monotonic())
+                self.process.wait(deadline + END_S - time.monotonic())
             except subprocess.TimeoutExpired:
                 log.warning("the reaper of this job's processes does not end; killing it")
-                self._process.kill()
+                self.process.kill()
                 with suppress(subprocess.TimeoutExpired):  # the kernel keeps it: it ends with this process
-                    self._process.wait(END_S)
+                    self.process.wait(END_S)
             # Nothing, unless it was killed.
-            end(self._groups, max(0.0, deadline - time.monotonic()), filter(None, self._groups.values()))
+            end(self.groups, max(0.0, deadline - time.monotonic()), filter(None, self.groups.values()))
 
 
 def end(groups: Iterable[int], after_s: float, folders: Iterable[Path] = ()) -> None:

@@ -101,11 +101,11 @@ def _lock(run_dir: Path, handle: IO[str], program: str) -> None:
         if earlier_self and not fenced:
             next_attempt(run_dir, program=program)
             fenced = True
-        lives = not earlier_self and here and _is_alive(pid, started)
+        lives = not earlier_self and here and is_alive(pid, started)
         if lives or time.monotonic() > deadline:
             holders = _holders(handle)
             orphans = [holder for holder, owner in holders.items() if owner in (pid, DEAD)]
-            if ended or not here or _is_alive(pid, started) or not orphans:
+            if ended or not here or is_alive(pid, started) or not orphans:
                 raise ConfigError(_in_use(run_dir, pid, host, lives, holders))
             _end(orphans, pid)
             ended, deadline = True, time.monotonic() + ORPHANS_S
@@ -185,7 +185,7 @@ def _holder(text: str) -> tuple[str, str, str, str]:
     return pid, host, job, started
 
 
-def _is_alive(pid: str, started: str) -> bool:
+def is_alive(pid: str, started: str) -> bool:
     """Return True if the process lives, and is no later one of the same number. ``started`` is empty in a lock of an
     older version."""
     if not (pid.isascii() and pid.isdecimal()) or (started and str(start_ticks(int(pid))) != started):

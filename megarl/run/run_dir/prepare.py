@@ -162,7 +162,7 @@ def needs_model(config: Config) -> bool:
         return True
     if wanted is None or has_checkpoints(Path(config.run.dir)) or not (path / MODEL_RECIPE).is_file():
         return False  # a run goes on with the model that it began with; a model of other making is the user's own
-    changed = list(changes(_read_model_recipe(path), _model_recipe(config, _texts(config))))
+    changed = list(changes(_read_model_recipe(path), model_recipe(config, _texts(config))))
     if changed:
         _check_replaceable(config, path, changed, "model.from_scratch=null")
         log.info("the model was made with other settings: %s", described(changed))
@@ -183,7 +183,7 @@ def write_model(config: Config, path: Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         create(temporary, wanted, texts[0], config.trainer.seed, texts[1])
-        (temporary / MODEL_RECIPE).write_text(json.dumps(_model_recipe(config, texts), indent=1))
+        (temporary / MODEL_RECIPE).write_text(json.dumps(model_recipe(config, texts), indent=1))
         _check_only(path, {entry.name for entry in temporary.iterdir()})
         replace_directory(temporary, path)
     except (OSError, SafetensorError) as error:
@@ -260,7 +260,9 @@ def _text(row: Task | Preference, content: str) -> str:
     return content.replace(PLACEHOLDER, "") if row.images else content
 
 
-def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:
+def model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:
+    """Return what a generated model is made of: its settings by name, the seed, and a digest of the texts from
+    which its tokenizer learns."""
     assert config.model.from_scratch is not None
     values = asdict(config.model.from_scratch)
     tower = values.pop("vision")

@@ -76,7 +76,7 @@ def engine_process(
     argv += ["--worker-extension-cls", "megarl.engines.sync.receiver.WorkerExtension"]
     environment = engine_environment(rollout, device)
     if adapter == "separate" and model.lora.is_used:
-        argv += _adapter_options(model_path, model.lora)
+        argv += adapter_options(model_path, model.lora)
         environment[ADAPTERS] = "1"
     if group is not None:
         part, (meeting, _, meeting_port) = group[0], group[1].rpartition(":")
@@ -101,7 +101,7 @@ def engine_process(
         # Started for a sync, which brings all weights: a read from disk would be for nothing.
         argv += ["--load-format", "dummy"]
     if device == "cpu":
-        argv += _cpu_options(model_path, rollout)
+        argv += cpu_options(model_path, rollout)
         # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
         argv += ["--no-enable-chunked-prefill"]
         if "max_num_batched_tokens" not in rollout.engine_options:
@@ -170,7 +170,7 @@ def _image_options(model_path: str, model: ModelConfig, rollout: RolloutConfig) 
     return options
 
 
-def _adapter_options(model_path: str, lora: LoraConfig) -> list[str]:
+def adapter_options(model_path: str, lora: LoraConfig) -> list[str]:
     """Options of an engine that computes with adapters of its own: LoRA layers where the model has adapters."""
     from megarl.weights.checkpoint.formats.hf_source import read_hf_config  # these import torch and transformers
     from megarl.weights.reshard.adapters import factors_of
@@ -185,7 +185,7 @@ def _adapter_options(model_path: str, lora: LoraConfig) -> list[str]:
     return [*options, "--lora-target-modules", *layers]
 
 
-def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
+def cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
     """Options with which vLLM 0.32.0's CPU build computes correctly."""
     compilation: dict[str, Any] = {}
     options: list[str] = []

@@ -106,7 +106,8 @@ class EngineSupervisor:
         self._level = logging.DEBUG if often else logging.INFO
         self._workers = {row.number: row.wanted_workers for row in rows}
         """Workers of the last start of each engine."""
-        self._places = {(row.number, row.wanted_workers): units.members(_unit(row.number)) for row in rows}
+        self.places = {(row.number, row.wanted_workers): units.members(_unit(row.number)) for row in rows}
+        """(number of an engine, its workers) -> processes that have its place."""
         self._starts = max((row.start for row in rows), default=0)
         self._failed: dict[int, EngineProcess] = {}
         """Starts that have failed before there was a process."""
@@ -222,7 +223,7 @@ class EngineSupervisor:
         except (ConfigError, JobError) as error:
             self._failed[number] = EngineProcess(workers, ended="itself", why=str(error))
             return
-        self._places[number, workers] = self._units.members(unit)
+        self.places[number, workers] = self._units.members(unit)
         address = next((s.spec.listens for s in place if s.spec is not None and s.spec.listens), "")
         self._write(number, action.event, start=self._starts, url=f"http://{address}", **action.values)
         log.log(self._level, "%s is started (%s)", unit, place[0].process.log)
@@ -233,11 +234,11 @@ class EngineSupervisor:
 
         Raises ConfigError, JobError.
         """
-        if (number, workers) not in self._places:
+        if (number, workers) not in self.places:
             if self._more is None:
                 raise ConfigError("engines of this job keep their places")
-            self._places[number, workers] = [self._more.place(number, workers)]
-        place = self._places[number, workers]
+            self.places[number, workers] = [self._more.place(number, workers)]
+        place = self.places[number, workers]
         needs = _gpus(place)
         for other, process in self._processes().items():
             unit = _unit(other)

@@ -50,7 +50,8 @@ class Units:
         self._closed: dict[str, float] = {}
         """Since when they do not any more."""
         self._looked_at = 0.0
-        self._absent = {unit_of(s.process.name) for s in started if isinstance(s.process, NotStarted)}
+        self.absent = {unit_of(s.process.name) for s in started if isinstance(s.process, NotStarted)}
+        """Units that have ended by order, or wait for their first start."""
         """Units that are to have no process."""
         self.used_up = ""
         """Reason why a dead process was not replaced, where it could have been."""
@@ -97,11 +98,11 @@ class Units:
 
     def present(self) -> list[Started]:
         """Processes of units that are to have some."""
-        return [s for s in self._started if unit_of(s.process.name) not in self._absent]
+        return [s for s in self._started if unit_of(s.process.name) not in self.absent]
 
     def is_present(self, unit: str) -> bool:
         """Return True if the unit is to have processes."""
-        return unit not in self._absent and bool(self.members(unit))
+        return unit not in self.absent and bool(self.members(unit))
 
     def is_up(self, unit: str) -> bool:
         """Return True if these processes of the unit have listened."""
@@ -132,7 +133,7 @@ class Units:
     def end(self, units: Sequence[str], grace_s: float) -> None:
         """End all parts of units at once, and what is left of dead ones; until ``begin`` they are absent."""
         for unit in units:
-            self._absent.add(unit)
+            self.absent.add(unit)
             self._up.discard(unit)
             self._closed.pop(unit, None)
         members = [s for unit in units for s in self.members(unit)]
@@ -142,7 +143,7 @@ class Units:
         """Give an absent unit this place."""
         unit = unit_of(members[0].process.name)
         self._started[:] = [*(s for s in self._started if unit_of(s.process.name) != unit), *members]
-        self._absent.add(unit)
+        self.absent.add(unit)
 
     def begin(self, unit: str) -> None:
         """Start a unit that is absent, once nothing of an earlier one holds its port. Raises JobError where it cannot
@@ -154,7 +155,7 @@ class Units:
         for s in members:
             assert s.spec is not None
             self._started[self._started.index(s)] = s._replace(process=s.node.start(s.spec))
-        self._absent.discard(unit)
+        self.absent.discard(unit)
 
     def _look(self) -> None:
         if time.monotonic() - self._looked_at < LOOK_S:
@@ -163,7 +164,7 @@ class Units:
         for s in self.present():
             if s.spec is None or not s.spec.listens or s.process.poll() is not None:
                 continue
-            listens, unit = _listens(s.spec.listens), unit_of(s.process.name)
+            listens, unit = is_listening(s.spec.listens), unit_of(s.process.name)
             if listens and unit not in self._up:
                 self._up.add(unit)
                 for member in self.members(unit):
@@ -190,8 +191,8 @@ def is_engine(name: str) -> bool:
     return kind_of(name) is ProcessKind.ENGINE
 
 
-def _listens(address: str) -> bool | None:
-    """None when that is unknown: a machine that is busy answers late."""
+def is_listening(address: str) -> bool | None:
+    """Return True if a process listens at the address, None where that is unknown: a busy machine answers late."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
@@ -209,7 +210,7 @@ def _until_free(name: str, address: str) -> None:
         JobError: somebody does after FREE_S.
     """
     deadline = time.monotonic() + FREE_S
-    while address and (listens := _listens(address)) is not False:
+    while address and (listens := is_listening(address)) is not False:
         if time.monotonic() > deadline:
             if listens is None:  # unknown: the successor itself will find out
                 return

@@ -59,7 +59,7 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
         JobError: a node failed to start one; what was started is ended.
     """
     by_rank = {node.rank: node for node in nodes}
-    addresses = _addresses(plan, by_rank)
+    addresses = choose_addresses(plan, by_rank)
     logs = _logs(config, attempt)
     environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), PROGRAM: plan.job.program}
     environment["MEGARL_TTY"] = "1" if sys.stderr.isatty() else "0"
@@ -105,8 +105,9 @@ def _register_engines(
         store.close()
 
 
-def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
-    """Ports are asked of each node once, so that it gives no port twice."""
+def choose_addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
+    """Choose the address of every process of a plan that listens. Ports are asked of each node once, so that it gives
+    no port twice."""
     ranks = plan.of(ProcessKind.TRAINER)
     first = ranks[0].node if ranks else 0
     linked = bool(ranks) and plan.job.rollouts

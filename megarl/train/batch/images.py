@@ -33,7 +33,7 @@ class ImageInputs:
     def __init__(self, processor: Processor, vision: Vision) -> None:
         self._processor = processor
         self._vision = vision
-        self._patches: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self.kept: OrderedDict[str, torch.Tensor] = OrderedDict()
         """Patches by digest, most recently used last."""
         self._nbytes = 0
 
@@ -105,15 +105,15 @@ class ImageInputs:
 
     def _patches_of(self, found: Mapping[str, tuple[Image, bytes]], digest: str) -> torch.Tensor:
         """Return float32 [p, w] patches of an image in ``found``."""
-        if (patches := self._patches.get(digest)) is None:
+        if (patches := self.kept.get(digest)) is None:
             image, file = found[digest]
             made, grid = self._processor.pixels(file)
             assert grid == image.grid, f"image {digest}: {grid}, by its head {image.grid}"
-            patches = self._patches[digest] = torch.from_numpy(made)
+            patches = self.kept[digest] = torch.from_numpy(made)
             self._nbytes += patches.nbytes
-        self._patches.move_to_end(digest)
-        while len(self._patches) > 1 and self._nbytes > PATCH_BYTES:
-            self._nbytes -= self._patches.popitem(last=False)[1].nbytes
+        self.kept.move_to_end(digest)
+        while len(self.kept) > 1 and self._nbytes > PATCH_BYTES:
+            self._nbytes -= self.kept.popitem(last=False)[1].nbytes
         return patches
 
 

@@ -66,7 +66,7 @@ class Models:
     actor: TrainedModel
 
     def __init__(self, config: Config, algorithm: Algorithm) -> None:
-        self._config = config
+        self.config = config
         self._algorithm = algorithm
         self.hf_config = hf.read_hf_config(Path(config.model.path))
         temperature = config.rollout.temperature if not algorithm.offline else 1.0
@@ -85,7 +85,7 @@ class Models:
 
     def make_actor(self, checkpoint: Path | None) -> None:
         """Build the actor for ``checkpoint`` (None: the run's beginning), unless its kind is right; load no weights."""
-        kind = self._kind(in_warm_start(self._config, checkpoint))
+        kind = self._kind(in_warm_start(self.config, checkpoint))
         if not hasattr(self, "actor") or kind != self._made:
             self.__dict__.pop("actor", None)  # free its memory before the next one is built
             self.actor = self._actor(kind)
@@ -94,7 +94,7 @@ class Models:
         """Return the actor's kind: a bare language model in the warm start, then the kind that the job trains."""
         if warming_up:
             return ActorKind(scores=False, adapted=False)
-        return ActorKind(scores=trains_scores(self._algorithm), adapted=self._config.model.lora.is_used)
+        return ActorKind(scores=trains_scores(self._algorithm), adapted=self.config.model.lora.is_used)
 
     def check_routing(self, sequences: Sequences, rows: Sequence[Outcome]) -> None:
         """Check that the expert ids of held sequences fit the actor's layers and experts. Raises NonRetryableError.
@@ -121,8 +121,8 @@ class Models:
 
     def load_beginning(self) -> None:
         """Load the run's first weights into the actor."""
-        self._load(self.actor.model, Path(self._config.model.path))
-        if (adapter := self._config.model.lora.path) is not None:
+        self._load(self.actor.model, Path(self.config.model.path))
+        if (adapter := self.config.model.lora.path) is not None:
             assert self.actor.model.adapters is not None, "checked before any process starts"
             self.actor.model.adapters.load(Path(adapter), self.actor.model.all_tensors)
             self.actor.model.weights_changed()
@@ -134,7 +134,7 @@ class Models:
     @property
     def _base(self) -> Path:
         """HF checkpoint of the adapters' base model."""
-        config = self._config
+        config = self.config
         return Path(config.run.dir) / REFERENCE if config.trainer.warm_start.steps else Path(config.model.path)
 
     def _load(self, model: Model, path: Path) -> None:
@@ -147,12 +147,12 @@ class Models:
         if kind != self._made:
             before = self._made
             actor = self._actor(kind)
-            actor.model.copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
+            actor.model.copy_from(self.actor.model, bucket_bytes=self.config.sync.bucket_bytes)
             assert kind.scores >= before.scores
             self.actor = actor
 
     def _actor(self, kind: ActorKind) -> TrainedModel:
-        config = self._config
+        config = self.config
         micro_batching = micro_batching_for(config.parallel, config.trainer)
         model = config.model if kind.adapted else replace(config.model, lora=LoraConfig())
         head = None if kind.scores else self.head
@@ -173,7 +173,7 @@ class Models:
         Raises:
             CheckpointError: ``checkpoint`` cannot be loaded.
         """
-        config = self._config
+        config = self.config
         if self._algorithm.has_reference(config.algorithm):
             enter(Phase.REFRESH)
             if self.actor.model.adapters is not None:
@@ -218,21 +218,21 @@ class Models:
         if checkpoint is not None and (checkpoint / role).is_dir():
             state.load(checkpoint, {role: state.CheckpointedModel(self.more[role].chunks, None)})
         else:
-            self.more[role].copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
+            self.more[role].copy_from(self.actor.model, bucket_bytes=self.config.sync.bucket_bytes)
 
     def _reward_model(self, path: Path) -> Model:
-        role = self._config.reward_model
+        role = self.config.reward_model
         parallel, grid = self._grid(role)
-        settings, micro_batching = self._settings(role), micro_batching_for(parallel, self._config.trainer)
+        settings, micro_batching = self._settings(role), micro_batching_for(parallel, self.config.trainer)
         files = ScoreFiles.of(path)
         model = Model(hf.read_hf_config(files.base), settings, parallel, None, micro_batching, grid)
         _load_scores(model, files)
-        if shares_base(self._config, "reward_model"):
+        if shares_base(self.config, "reward_model"):
             share_base(self.actor.model.chunks, model.chunks)
         return model
 
     def _critic(self) -> TrainedModel:
-        config, role = self._config, self._config.critic
+        config, role = self.config, self.config.critic
         files = None if role.path is None else ScoreFiles.of(Path(role.path))
         hf_config = self.hf_config if files is None else hf.read_hf_config(files.base)
         parallel, grid = self._grid(role)
@@ -273,14 +273,14 @@ class Models:
 
     def refresh_due(self, step: int) -> bool:
         """True if ``reference.refresh`` asks for a new reference at the start of a step."""
-        refresh = self._config.reference.refresh
+        refresh = self.config.reference.refresh
         due = refresh == "every_iteration" or (isinstance(refresh, int) and step % refresh == 0)
         return due and self.reference is not None
 
     def refresh_reference(self) -> None:
         """Copy the actor's current weights to the reference, verified. Do nothing without a reference."""
         if isinstance(self.reference, Model):
-            self.reference.copy_from(self.actor.model, bucket_bytes=self._config.sync.bucket_bytes)
+            self.reference.copy_from(self.actor.model, bucket_bytes=self.config.sync.bucket_bytes)
 
     def actor_part(self) -> state.CheckpointedModel:
         """Return the actor's part of a checkpoint."""
@@ -298,7 +298,7 @@ class Models:
         if self.critic is not None:
             critic, optimizer = self.critic.model, self.critic.optimizer.inner
             found["critic"] = state.CheckpointedModel(critic.chunks, optimizer, critic.grid)
-        if isinstance(self.reference, Model) and isinstance(self._config.reference.refresh, int):
+        if isinstance(self.reference, Model) and isinstance(self.config.reference.refresh, int):
             found["reference"] = state.CheckpointedModel(self.reference.chunks, None, self.reference.grid)
         return found
 
@@ -306,7 +306,7 @@ class Models:
         """Write the actor, or an added model, as an ordinary HF checkpoint; every rank calls it, rank 0 writes."""
         plan = build_plan(model.layout, hf_layout(self.hf_config, head="score" if model.head is None else "lm"))
         with writing(target):
-            hf.export_hf(plan, rank, model.proven_tensors(), Path(self._config.model.path), target)
+            hf.export_hf(plan, rank, model.proven_tensors(), Path(self.config.model.path), target)
 
     def base_digest(self) -> str | None:
         """Return the digest of the adapters' base model; None without adapters. Every rank calls it."""
@@ -326,19 +326,19 @@ class Models:
 
     def _settings(self, role: RoleConfig) -> ModelConfig:
         """Return the settings of a role's model."""
-        model = self._config.model
+        model = self.config.model
         names = {ReferenceConfig: "reference", CriticConfig: "critic", RewardModelConfig: "reward_model"}
-        lora = role_lora(self._config, names[type(role)])
+        lora = role_lora(self.config, names[type(role)])
         return replace(model, dtype=role.dtype or model.dtype, lora=lora)
 
     def _grid(self, role: RoleConfig) -> tuple[ParallelConfig, Grid]:
-        own = self._config.parallel
+        own = self.config.parallel
         if role.parallel is None or role.parallel == own:
             return own, nullcontext
         if role.parallel not in self._grids:
-            timeout_s = process_groups.collective_timeout_s(self._config.cluster.stall_s)
+            timeout_s = process_groups.collective_timeout_s(self.config.cluster.stall_s)
             self._grids[role.parallel] = process_groups.Grid(
-                role.parallel, seed=self._config.trainer.seed, timeout_s=timeout_s
+                role.parallel, seed=self.config.trainer.seed, timeout_s=timeout_s
             )
         return role.parallel, self._grids[role.parallel].active
 

@@ -84,7 +84,7 @@ class NodeReader:
         with closing(Spool()) as spool:
             spooled: list[Spooled] = []
             for message in self._messages(parts, stopping, nbytes, spool) if self.reads else itertools.repeat(None):
-                part, fault, path = self._broadcast(message)
+                part, fault, path = self.broadcast(message)
                 heartbeat.beat()
                 if part is None:
                     break
@@ -137,7 +137,7 @@ class NodeReader:
         log.exception("reading the store failed")
         return JobError, f"trainer rank {self._reader}, which reads the store for its node, failed: {describe(error)}"
 
-    def _broadcast(self, message: Any) -> Any:
+    def broadcast(self, message: Any) -> Any:
         """Return the reader's message on all ranks of the node."""
         box = [message]
         dist.broadcast_object_list(box, self._reader, self._group)

@@ -99,7 +99,8 @@ class EngineConnection:
         self.parts: list[PartOfEngines] = []
         """Engines that receive weights together, since ``connect``."""
         self.messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
-        self._timeout_s = config.sync.timeout_s
+        self.timeout_s = config.sync.timeout_s
+        """Seconds for which a link is waited for as it is joined, and for each message."""
         self.generation = 0
         """Number of the last ``connect``."""
         self._file = memory_file()
@@ -146,7 +147,7 @@ class EngineConnection:
         parts = parts_of(plans, message["workers"], places)
         if self.rank == 0:
             calls = self.fleet.calling(
-                lambda i, engine: engine.init(self._init_info(i, places)) if i in joining else None
+                lambda i, engine: engine.init(self.init_info(i, places)) if i in joining else None
             )
         with calls as called:
             try:
@@ -210,7 +211,7 @@ class EngineConnection:
                 return before.machines[i]
             if self.come_and_go:  # an earlier trainer may have been killed during an update
                 engine.workers("megarl_abandon_update")
-            return [worker["machine"] for worker in engine.workers("megarl_agree", self._init_info(i))]
+            return [worker["machine"] for worker in engine.workers("megarl_agree", self.init_info(i))]
 
         return self.fleet.each(of_engine)
 
@@ -221,7 +222,7 @@ class EngineConnection:
             self._addresses.link_port,
             name=f"{self.generation}/{engine}",
             world_size=self._layout.num_ranks + (0 if engine is None else self._plans.workers[engine]),
-            timeout_s=timeout_s or self._timeout_s,
+            timeout_s=timeout_s or self.timeout_s,
         )
 
     def disconnect(self) -> None:
@@ -230,7 +231,7 @@ class EngineConnection:
         self.sender = self.transport = None
         unpin()
 
-    def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
+    def init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
         """Make ``megarl.engines.sync.receiver.InitInfo`` for one engine."""
         places, plans = places or Places(), self._plans
         return {

@@ -53,14 +53,15 @@ class TrainerLinks:
 
     def __init__(self, rank: int, trainers: int, over: Backend, file: MemoryFile) -> None:
         self._rank, self._trainers, self._over, self._file = rank, trainers, over, file
-        self._notices = EngineLinks()
-        self._messages = EngineLinks(over) if over == "nccl" else self._notices
+        self.notices = EngineLinks()
+        """Links in host memory, to the workers of every engine."""
+        self._messages = EngineLinks(over) if over == "nccl" else self.notices
         self._workers: Sequence[int] = ()
 
     def number(self, workers: Sequence[int]) -> None:
         """Number the workers of all engines; ``workers``: number of workers of each engine."""
         self._workers = workers
-        self._notices.number(workers)
+        self.notices.number(workers)
         self._messages.number(workers)
 
     def join(
@@ -75,21 +76,21 @@ class TrainerLinks:
         here = [worker for worker in partners if first + worker in near]
         others = [worker for worker in partners if first + worker not in near]
         notices, messages = join_groups(store, address, self._rank, peers, near=here, far=others, over=over)
-        self._notices.add(engine, notices)
+        self.notices.add(engine, notices)
         if messages is not notices:
             self._messages.add(engine, messages)
 
     def sender(self, near: frozenset[int]) -> SharedMemorySender:
         """Return the transport to all workers; the workers in ``near`` are on this machine."""
         memory = DeviceMemory() if self._over == "nccl" else HostMemory(self._file)
-        return SharedMemorySender(self._notices, near, memory, self._messages)
+        return SharedMemorySender(self.notices, near, memory, self._messages)
 
     def remove(self, engine: int) -> None:
         """Close the links to an engine, if any."""
-        self._notices.remove(engine)
+        self.notices.remove(engine)
         self._messages.remove(engine)
 
     def close(self) -> None:
         """Close all links."""
-        self._notices.close()
+        self.notices.close()
         self._messages.close()

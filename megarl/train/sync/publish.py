@@ -64,11 +64,11 @@ class WeightPublisher:
         self._dtype: torch.dtype = getattr(torch, connection.config.model.dtype)
         self._count = 0
         """Number of the last publication or probe."""
-        self._whole: set[Start] = set()
+        self.whole: set[Start] = set()
         """Starts of engines that have verified all weights since they last slept; on rank 0."""
-        self._tried: set[Start] = set()
+        self.tried: set[Start] = set()
         """Starts of engines that have passed a test adapter; on rank 0."""
-        self._changes: dict[int, ReshardPlan] = {}
+        self.changes: dict[int, ReshardPlan] = {}
         """``id`` of a part -> the plan that covers only what training changes."""
         self._covering: list[ReshardPlan] = []
         """Plans checked to deliver everything that training changes."""
@@ -76,11 +76,11 @@ class WeightPublisher:
 
     def connect(self) -> None:
         """``EngineConnection.connect``."""
-        connection, self._changes, self._covering = self.connection, {}, []
+        connection, self.changes, self._covering = self.connection, {}, []
         connection.connect()
         if connection.rank == 0:  # a joining engine starts without weights, even if it has not been restarted
             joined = self._starts(connection.joining)
-            self._whole, self._tried = self._whole - joined, self._tried - joined
+            self.whole, self.tried = self.whole - joined, self.tried - joined
 
     def engines_changed(self) -> bool:
         """``EngineConnection.engines_changed``."""
@@ -144,12 +144,12 @@ class WeightPublisher:
             return connection.parts
         if connection.rank == 0:
             with connection.messages.announcing(topic) as message:
-                message["behind"] = self._behind(version)
+                message["behind"] = self.behind(version)
         else:
             message = connection.messages.received(topic)
         return [connection.parts[engine] for engine in message["behind"]]
 
-    def _behind(self, version: WeightsVersion) -> list[int]:
+    def behind(self, version: WeightsVersion) -> list[int]:
         """Return the indices of the engines to publish to. Engines that keep weights for an evaluation are skipped,
         unless one has lost them or no other engine is left."""
         look, joined = self.connection.look, [row.key for row in self.connection.rows]
@@ -161,7 +161,7 @@ class WeightPublisher:
             fleet = look.fleet()
         return [joined.index(row.key) for row in fleet.behind(version) if row.key in joined]
 
-    def _note(self, engines: Iterable[int], version: WeightsVersion | None) -> None:
+    def note(self, engines: Iterable[int], version: WeightsVersion | None) -> None:
         """Record that these engines have verified a version; None: they have lost their weights."""
         rows = [self.connection.rows[engine] for engine in engines]
         self._rows.delivered({row.key: row.start for row in rows}, version)
@@ -176,9 +176,9 @@ class WeightPublisher:
         if adapters is None:
             return [(part, part.plan) for part in parts]
         if connection.rank == 0:
-            have = [not self._starts(part.engines) - self._whole for part in parts]
+            have = [not self._starts(part.engines) - self.whole for part in parts]
             with connection.messages.announcing(f"{topic}/changed") as message:
-                if tried and any(self._starts(part.engines) - self._tried for part in parts):
+                if tried and any(self._starts(part.engines) - self.tried for part in parts):
                     raise WeightSyncError(
                         "an engine has not computed with a test adapter yet, so that model.lora may do nothing there: "
                         "try_adapter() comes before its first weights"
@@ -187,10 +187,10 @@ class WeightPublisher:
         else:
             message = connection.messages.received(f"{topic}/changed")
         for part, changed in zip(parts, message["changed"], strict=True):
-            if changed and id(part) not in self._changes:
-                self._changes[id(part)] = part.plan.only(adapters.changed(part.plan.destination).__contains__)
+            if changed and id(part) not in self.changes:
+                self.changes[id(part)] = part.plan.only(adapters.changed(part.plan.destination).__contains__)
         plans = [
-            self._changes[id(p)] if changed else p.plan for p, changed in zip(parts, message["changed"], strict=True)
+            self.changes[id(p)] if changed else p.plan for p, changed in zip(parts, message["changed"], strict=True)
         ]
         return list(zip(parts, plans, strict=True))
 
@@ -222,16 +222,16 @@ class WeightPublisher:
             nbytes = bytes_of(plan.destination, self._dtype)
             report = publication.lead(send, pause, nbytes, probe, opens=opens)
         except BaseException:
-            self._whole -= self._starts(part.engines)
-            self._note(part.engines, None)
+            self.whole -= self._starts(part.engines)
+            self.note(part.engines, None)
             raise
-        self._whole |= self._starts(part.engines)
-        self._note(part.engines, version if opens else None)
+        self.whole |= self._starts(part.engines)
+        self.note(part.engines, version if opens else None)
         return report
 
     def untried(self) -> bool:
         """True on rank 0 if a joined engine has not passed a test adapter."""
-        return bool(self._starts(range(len(self.connection.rows))) - self._tried)
+        return bool(self._starts(range(len(self.connection.rows))) - self.tried)
 
     def try_adapter(
         self,
@@ -255,7 +255,7 @@ class WeightPublisher:
             try:
                 if connection.rank == 0:
                     with connection.messages.announcing(topic) as message:
-                        untried = [bool(self._starts(part.engines) - self._tried) for part in connection.parts]
+                        untried = [bool(self._starts(part.engines) - self.tried) for part in connection.parts]
                         message["parts"] = [number for number, is_new in enumerate(untried) if is_new]
                 else:
                     message = connection.messages.received(topic)
@@ -282,7 +282,7 @@ class WeightPublisher:
             except WeightsDiffer as error:
                 fleet.close(UNMOVED)
                 raise WeightsDiffer(f"{UNMOVED}: {error}") from error
-        self._tried |= self._starts(part.engines)
+        self.tried |= self._starts(part.engines)
 
     def probe(self, text: ProbeText) -> float:
         """Return the largest difference of the text's log-probs between trainer and engines. Every rank calls it.
@@ -301,7 +301,7 @@ class WeightPublisher:
                     message["max_difference"] = self._probe(text)
                 except WeightSyncError as error:
                     connection.fleet.close(str(error))
-                    self._note(range(len(connection.rows)), None)
+                    self.note(range(len(connection.rows)), None)
                     raise
             return message["max_difference"]
 
@@ -364,7 +364,7 @@ class WeightPublisher:
         connection = self.connection
         keep = connection.config.rollout.offload == "memory"
         if not keep:
-            self._whole = set()
+            self.whole = set()
         if connection.rank:
             return {}
         if connection.transport is None:

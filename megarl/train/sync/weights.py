@@ -69,7 +69,8 @@ class WeightSync:
         self.step = 0
         """Training steps behind it."""
         self._keeps_sent = keeps_sent
-        self._sent: SentWeights | None = None
+        self.sent: SentWeights | None = None
+        """Copy of the weights that were sent last, where it is kept."""
         self._given: SentWeights | None = None
         """Weights of the last version if they are not the actor's."""
         self._digests = SentDigests()
@@ -97,7 +98,7 @@ class WeightSync:
         # Requests of an earlier attempt at engines of other programs are made again, so abort them.
         abort = links is not None and links.come_and_go and self.version.n == 1
         self._given = given
-        return self._again_if_one_dies(lambda: self._publish(abort=abort, sent=given), join=changed)
+        return self._again_if_one_dies(lambda: self.send_version(abort=abort, sent=given), join=changed)
 
     def publish_again(self, why: str | None, step: int) -> None:
         """Publish the last version to an engine that replaced another one.
@@ -109,12 +110,12 @@ class WeightSync:
             step: Training steps behind the actor's weights. If the last version is older and no copy was kept, the
                 actor's weights become a new version.
         """
-        sent = self._given or (self._sent if step != self.step else None)
+        sent = self._given or (self.sent if step != self.step else None)
         if step != self.step and sent is None:
             self._begin_version(step)
         self._reporter.log(f"{why}; joining the engine that is new there")
         with self._memory.during(Phase.SYNC):
-            self._again_if_one_dies(lambda: self._publish(abort=not self._keeps, sent=sent), join=True)
+            self._again_if_one_dies(lambda: self.send_version(abort=not self._keeps, sent=sent), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")
 
     def _begin_version(self, step: int) -> None:
@@ -143,7 +144,13 @@ class WeightSync:
             finally:
                 given_up.set()
 
-    def _publish(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
+    def send_version(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
+        """Send the actor's weights as ``version`` to the engines that are joined, prove and probe them; return metrics.
+
+        Args:
+            abort: End the requests under way instead of waiting for them.
+            sent: Weights to send in place of the actor's: a copy of those that went out under this version.
+        """
         actor = self._models.actor.model
         self._memory.enter(Phase.SYNC)
         self._wake("weights")
@@ -157,9 +164,9 @@ class WeightSync:
         )
         text = first or (self._probe() if sent is None else sent.probe)
         if sent is None and self._keeps_sent:
-            self._sent = None  # never keep two copies
-            self._sent = SentWeights.copy_of(tensors, written, text)
-        self._memory.enter(Phase.ROLLOUT)  # the KV cache uses the memory that the actor frees
+            self.sent = None  # never two copies
+            self.sent = SentWeights.copy_of(tensors, written, text)
+        self._memory.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._wake("kv_cache")
         proven = self._keeps and not text.far
         difference = None if proven else self._together(lambda: self._delivery.probe(text))

@@ -47,7 +47,7 @@ class Learner:
     def __init__(
         self, config: Config, algorithm: Algorithm, inference: Inference, updates: UpdateFilter, ranks: Ranks
     ) -> None:
-        self._config, self._algorithm, self._updates, self._ranks = config, algorithm, updates, ranks
+        self.config, self.algorithm, self._updates, self._ranks = config, algorithm, updates, ranks
         self.inference, self._models = inference, inference.models
 
     def batch_of(
@@ -61,8 +61,8 @@ class Learner:
 
         Arguments and errors as in ``make_batch``.
         """
-        config, share = self._config, self.inference.share
-        settings = (self._algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, share)
+        config, share = self.config, self.inference.share
+        settings = (self.algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, share)
         replays = config.rollout.routing_replay
         return make_batch(with_group_stats(trajectories), demonstrations, *settings, replays_routing=replays)
 
@@ -70,7 +70,7 @@ class Learner:
         """Estimate advantages and make the step's updates; return the new state, and metrics."""
         settings = self.settings(state)
         state, estimated = self.estimate(state, batch)
-        policy = partial(objectives.policy, self._algorithm, settings, batch.sequences)
+        policy = partial(objectives.policy, self.algorithm, settings, batch.sequences)
         first = policy(unchanged=True) if self.inference.first_update_infers else None
         state, updated = self.update(state, batch, policy(), settings, first)
         return state, estimated | updated
@@ -80,8 +80,8 @@ class Learner:
         metrics."""
         sequences, config = batch.sequences, self.settings(state)
         metrics: dict[str, float] = {}
-        if "advantages" in self._algorithm.needs:
-            result = self._algorithm.step_advantages(step_input(batch, self._algorithm, config), config)
+        if "advantages" in self.algorithm.needs:
+            result = self.algorithm.step_advantages(step_input(batch, self.algorithm, config), config)
             sequences.advantages, sequences.returns = result.advantages, result.returns
             if batch.turn_advantages is not None:
                 own = batch.turn_advantages.to(result.advantages.dtype).masked_fill_(~sequences.mask, 0.0)
@@ -101,12 +101,12 @@ class Learner:
 
     def settings(self, state: TrainState) -> AlgorithmConfig:
         """Return the algorithm's settings for the next step of ``state``, with its KL coefficient."""
-        config = self._config.algorithm
+        config = self.config.algorithm
         return replace(config, kl=replace(config.kl, coef=kl_coef(state, config.kl)))
 
     def critic_alone(self, state: TrainState) -> bool:
         """True in the steps of ``critic.warmup_steps``, while the actor is frozen."""
-        return self._models.critic is not None and state.step < self._config.critic.warmup_steps
+        return self._models.critic is not None and state.step < self.config.critic.warmup_steps
 
     def update(
         self,
@@ -125,7 +125,7 @@ class Learner:
         Returns:
             The state with the updates' gradient norms, and metrics over all ranks.
         """
-        config, number, sequences = self._config, state.step, batch.sequences
+        config, number, sequences = self.config, state.step, batch.sequences
         actor, critic, alone = self._models.actor, self._models.critic, self.critic_alone(state)
         actor_step = number if critic is None else number - config.critic.warmup_steps
         sums: list[Sums] = []
@@ -150,7 +150,7 @@ class Learner:
 
         self.inference.enter(Phase.UPDATE)
         self._updates.begin()
-        if self._algorithm.restarts_optimizer:
+        if self.algorithm.restarts_optimizer:
             actor.optimizer.restart(config.trainer.optimizer)
         for i, units in enumerate(batch.updates * config.trainer.ppo_epochs):
             if critic is not None:

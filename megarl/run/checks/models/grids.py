@@ -158,11 +158,12 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
             f"{limit} = {wanted} is more than the model's context of {context} (max_position_embeddings); lower "
             f"{'one of them' if rollout.max_trajectory_tokens is None else 'it'}"
         )
-    _check_growth(config.model.path, hf_config, wanted)
+    check_growth(config.model.path, hf_config, wanted)
 
 
-def _check_growth(path: str, hf_config: Mapping[str, Any], context: int) -> None:
-    """vLLM multiplies queries by their position's factor where a key says so that transformers does not read."""
+def check_growth(path: str, hf_config: Mapping[str, Any], context: int) -> None:
+    """Raise ConfigError where vLLM would multiply queries by other factors of their position than transformers:
+    it reads a key of config.json that transformers does not read. ``context``: most tokens of a sequence."""
     for rope in set(ropes(architecture(hf_config), hf_config)):
         if rope is None or not rope.query_beta or context <= rope.original:
             continue

@@ -66,7 +66,7 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
                 f"{where} has {len(row.images)} images and the model of {path} takes text only (its config.json has "
                 f"none of {', '.join(VISION_KEYS)}); drop the images or the row"
             )
-        _check_environment(config)
+        check_environment(config)
         for name in PIXEL_SETTINGS:
             if (value := getattr(config.model, name)) is not None:
                 raise ConfigError(f"model.{name}={value}, and the model of {path} takes text only; leave it out")
@@ -91,7 +91,7 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
     if (first := next(with_images, None)) is not None:
         where, row = first
         _check_roles(config, hf_config, f"{where} has {len(row.images)} images")
-    elif _may_show(config.rollout):
+    elif may_show(config.rollout):
         _check_roles(config, hf_config, f"messages of rollout.workflow={config.rollout.workflow} may show images")
 
 
@@ -106,7 +106,7 @@ def _shows(rollout: RolloutConfig) -> bool | None:
     return bool(shows(rollout.options))
 
 
-def _may_show(rollout: RolloutConfig) -> bool:
+def may_show(rollout: RolloutConfig) -> bool:
     """Return False where no message beside a task's prompt has images."""
     return _shows(rollout) is not False
 
@@ -114,7 +114,7 @@ def _may_show(rollout: RolloutConfig) -> bool:
 def _check_count(config: Config, rows: Mapping[str, Rows]) -> None:
     """Raise DataError for a row with more images than a trajectory may have."""
     rollout = config.rollout
-    for where, row in _with_images(config, rows) if _may_show(rollout) else ():
+    for where, row in _with_images(config, rows) if may_show(rollout) else ():
         if len(row.images) > rollout.max_images:
             raise DataError(
                 f"{where} has {len(row.images)} images, and rollout.max_images={rollout.max_images}; raise it, or drop "
@@ -122,7 +122,7 @@ def _check_count(config: Config, rows: Mapping[str, Rows]) -> None:
             )
 
 
-def _check_environment(config: Config) -> None:
+def check_environment(config: Config) -> None:
     """Raise ConfigError where an environment shows images to a model of text (``shows_images(options)`` of its
     ``make``)."""
     rollout = config.rollout
