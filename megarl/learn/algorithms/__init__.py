@@ -47,8 +47,7 @@ __all__ = ["ALGORITHMS", "Algorithm", "Estimate", "Loss", "LossInput", "StepInpu
 
 
 def get(name: str) -> Algorithm:
-    """Return the algorithm with this name, or the algorithm of a Python file. Raises ConfigError with the nearest
-    name."""
+    """Return the algorithm with this name, or of a Python file. Raises ConfigError with the nearest name."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if name.endswith(".py"):
@@ -62,8 +61,7 @@ def get(name: str) -> Algorithm:
 
 
 def job_of(config: Config) -> Job:
-    """Return the job that ``config`` describes; the only place that determines its mode. Raises ConfigError as
-    ``get``."""
+    """Return the job of ``config``; only this function determines its mode. Raises ConfigError as ``get``."""
     mode: Mode = config.run.mode
     if mode != "bench" and get(config.algorithm.name).offline:
         mode = "offline"

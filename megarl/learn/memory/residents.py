@@ -40,7 +40,7 @@ class Resident:
         self.role, self.kind = role, kind
         self.place = Place.DEVICE
         self.tensors = tensors
-        """Returns the tensors whose memory it is."""
+        """Returns the tensors whose storages it owns."""
         self._away: list[tuple[torch.UntypedStorage, torch.device, int]] = []
         """(storage, device, bytes) of each, while it is not on the device."""
         self._digests: list[int] = []

@@ -222,7 +222,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     VISION: (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
 }
-"""Dense families. ``FromScratchConfig`` sets all their differences, which is only the vision tower of one."""
+"""Dense families. They differ in no setting of ``FromScratchConfig`` except the vision tower of one."""
 
 
 def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:

@@ -168,7 +168,7 @@ def _mark_experts(stage: torch.nn.Module) -> None:
 
 
 def _keep_float32(stage: torch.nn.Module) -> None:
-    """Keep router biases in float32, against Float16Module: they decide between nearly equal experts."""
+    """Restore router biases to float32 after Float16Module: they decide between nearly equal experts."""
     for module in stage.modules():
         keep_float32_bias(module)
 

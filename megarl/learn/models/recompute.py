@@ -1,4 +1,4 @@
-"""Parts of layers that the backward pass recomputes, and checks which models have them."""
+"""Parts of layers that the backward pass recomputes, and a check that a model has them."""
 
 from __future__ import annotations
 

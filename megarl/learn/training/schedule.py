@@ -123,11 +123,11 @@ def _positions(sequences: Sequences, batch: MicroBatch, sectioned: bool) -> torc
 
 
 def packed_params_of(cu_seqlens: torch.Tensor, longest: int) -> Any:
-    """Return Megatron's description of packed sequences, without a look at the device.
+    """Return Megatron's description of packed sequences, without reading from the device.
 
     Args:
-        cu_seqlens: int32 [sequences + 1]; where each sequence begins, and the last one ends.
-        longest: Tokens of the longest sequence.
+        cu_seqlens: int32 [sequences + 1]: boundaries of the sequences.
+        longest: Number of tokens of the longest sequence.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 

@@ -43,7 +43,7 @@ class Steps(Protocol):
         """Build the models that the steps need, after the warm start and after each rollback."""
 
     def connect(self) -> None:
-        """Open everything except models that the steps need. Raises Stopped."""
+        """Open everything that the steps need except models. Raises Stopped."""
 
     def step(self, state: TrainState) -> TrainState:
         """Make one step. Raises RollBack; raises Stopped before the update, with nothing changed."""

@@ -61,7 +61,7 @@ class TrainerRank:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.checkpoints.give_up()  # only after an error one is still pending
+        self.checkpoints.give_up()  # one is pending only after an error
         self.memory.close()
         self.reporter.close()
         self.store.close()

@@ -94,7 +94,7 @@ class Asking(Protocol):
         """Return the progress towards what ``choose`` needs."""
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        """Choose up to ``missing`` ready groups of a step, without the groups ``without``; return their ids in order.
+        """Choose up to ``missing`` ready groups of a step that are not in ``without``; return their ids in order.
 
         Overdue groups stop waiting for their rewards, so that all readers read the same.
         """

@@ -13,7 +13,7 @@ class Published(NamedTuple):
 
     version: WeightsVersion
     step: int
-    """Training steps behind these weights."""
+    """Number of training steps in these weights."""
 
 
 class Awaited(NamedTuple):

@@ -22,7 +22,7 @@ class OpenEvaluation(NamedTuple):
 
     rollout_id: str
     step: int
-    """Training steps behind its weights."""
+    """Number of training steps in its weights."""
     version: WeightsVersion
     engines: Sequence[Key] = ()
     """Engines that keep its weights; on rank 0."""

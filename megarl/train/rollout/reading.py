@@ -72,7 +72,7 @@ class NodeReader:
         """Return all parts, the same on every rank; only readers call ``parts``. Return None on every rank if
         ``stopping()`` is true on some reader.
 
-        ``nbytes``: approximate bytes of all arrays; their room is reserved before the first part is read.
+        ``nbytes``: approximate bytes of all arrays; disk space for them is reserved before the first part is read.
 
         With several ranks, arrays are read-only: a node has one copy. The reader holds a part in memory until the
         part's arrays are written.
@@ -211,7 +211,7 @@ class RolloutReader:
         return {name: sum(metrics.get(name, 0.0) for metrics in found) for metrics in found for name in metrics}
 
     def version_steps(self, versions: Sequence[WeightsVersion]) -> dict[WeightsVersion, int]:
-        """Return the number of training steps behind each version."""
+        """Return version -> number of training steps in its weights."""
         found = self._reader.read(lambda: [self._store.pacing.version_steps(versions)])
         assert found is not None, "nothing here looks at the stop request"
         return found[0]

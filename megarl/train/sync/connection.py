@@ -84,7 +84,7 @@ class EngineConnection:
         self.rows: list[EngineRow] = []
         """Engines joined last, each with the start that responded; on rank 0."""
         self.joining: Sequence[int] = ()
-        """Numbers of the engines that the last ``connect`` joined; they have lost their state of weights."""
+        """Numbers of the engines that the last ``connect`` joined; their earlier weights do not count."""
         self.rank, self.stopping = rank, stopping
         self._layout, self._vocab_multiple = layout, vocab_multiple
         self.fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
@@ -100,7 +100,7 @@ class EngineConnection:
         """Engines that receive weights together, since ``connect``."""
         self.messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
         self.timeout_s = config.sync.timeout_s
-        """Seconds for which a link is waited for as it is joined, and for each message."""
+        """Timeout in seconds for joining a link, and for each message."""
         self.generation = 0
         """Number of the last ``connect``."""
         self._file = memory_file()

@@ -117,7 +117,7 @@ def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Place
 
 
 def partners_of(parts: Sequence[PartOfEngines], workers: Sequence[int], rank: int) -> list[list[int]]:
-    """Return for each engine the workers that trainer rank ``rank`` sends to; ``workers``: number of each's workers."""
+    """Return for each engine the workers that trainer rank ``rank`` sends to; ``workers``: workers of each."""
     receivers: dict[ReshardPlan, list[int]] = {}
     for part in parts:
         if part.plan not in receivers:  # listing one rank's moves in a plan takes up to a second

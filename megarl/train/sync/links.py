@@ -54,7 +54,7 @@ class TrainerLinks:
     def __init__(self, rank: int, trainers: int, over: Backend, file: MemoryFile) -> None:
         self._rank, self._trainers, self._over, self._file = rank, trainers, over, file
         self.notices = EngineLinks()
-        """Links in host memory, to the workers of every engine."""
+        """Links in host memory to the workers of all engines."""
         self._messages = EngineLinks(over) if over == "nccl" else self.notices
         self._workers: Sequence[int] = ()
 

@@ -67,10 +67,10 @@ class WeightSync:
         self.version = WeightsVersion(context.attempt, 0)
         """Version published last; 0 before the first."""
         self.step = 0
-        """Training steps behind it."""
+        """Number of training steps in it."""
         self._keeps_sent = keeps_sent
         self.sent: SentWeights | None = None
-        """Copy of the weights that were sent last, where it is kept."""
+        """Copy of the weights sent last, or None."""
         self._given: SentWeights | None = None
         """Weights of the last version if they are not the actor's."""
         self._digests = SentDigests()
@@ -107,8 +107,8 @@ class WeightSync:
 
         Args:
             why: Reason, on the rank that found it.
-            step: Training steps behind the actor's weights. If the last version is older and no copy was kept, the
-                actor's weights become a new version.
+            step: Number of training steps in the actor's weights. If the last version is older and no copy was kept,
+                they become a new version.
         """
         sent = self._given or (self.sent if step != self.step else None)
         if step != self.step and sent is None:
@@ -145,11 +145,11 @@ class WeightSync:
                 given_up.set()
 
     def send_version(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
-        """Send the actor's weights as ``version`` to the engines that are joined, prove and probe them; return metrics.
+        """Send the actor's weights as ``version`` to the joined engines, verify and probe them; return metrics.
 
         Args:
-            abort: End the requests under way instead of waiting for them.
-            sent: Weights to send in place of the actor's: a copy of those that went out under this version.
+            abort: Abort requests in flight instead of waiting for them.
+            sent: Weights to send instead of the actor's: a copy of an earlier send of this version.
         """
         actor = self._models.actor.model
         self._memory.enter(Phase.SYNC)

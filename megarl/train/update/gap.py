@@ -57,8 +57,8 @@ def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> No
     """Compare the engine's log-probs of sampled tokens with those of the step's starting weights.
 
     This checks real text through the whole rollout path: prefix cache, batches, captured graphs. Sequences with a token
-    of older weights are skipped (their expert ids may be from the older weights). Tokens with a NaN log-prob in the
-    trainer are skipped: the update filter handles them. A NaN from the engine counts as the largest difference.
+    of older weights are skipped (their expert ids may be from the older weights). Tokens with a non-finite log-prob
+    in the trainer are skipped: the update filter handles them. A NaN from the engine counts as the largest difference.
 
     Args:
         sampled: bool [T]; sampled tokens with both log-probs.
