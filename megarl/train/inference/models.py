@@ -84,7 +84,7 @@ class Models:
         self._grids: dict[ParallelConfig, process_groups.Grid] = {}
 
     def make_actor(self, checkpoint: Path | None) -> None:
-        """Build the actor for ``checkpoint`` (None: the run's beginning) unless one of its kind exists; load no weights."""
+        """Build the actor for ``checkpoint`` (None: the run's start) unless one of its kind exists; load no weights."""
         kind = self._kind(in_warm_start(self.config, checkpoint))
         if not hasattr(self, "actor") or kind != self._made:
             self.__dict__.pop("actor", None)  # free its memory before the next one is built
