@@ -43,8 +43,8 @@ ADDRESS = "address"
 """File with HOST:PORT of the last started server."""
 SETTINGS = {
     "unix_socket_directories": "",
-    "dynamic_shared_memory_type": "mmap",  # temporary files instead of /dev/shm segments, which a killed server leaves behind
-    "wal_level": "minimal",  # /dev/shm segments would outlive a killed server
+    "dynamic_shared_memory_type": "mmap",  # /dev/shm segments would outlive a killed server
+    "wal_level": "minimal",  # no replicas
     "max_wal_senders": "0",
     "logging_collector": "off",
 }
