@@ -163,7 +163,7 @@ class _Agent:
         return {**env, VARIABLE: os.environ.get(VARIABLE) or with_own_password(env[VARIABLE], self._key)}
 
     def _send_end(self, child: Child) -> None:
-        with self._sending:  # who asked for a stop knows of all ends when it is answered: later ones are a successor's
+        with self._sending:  # after the reply to a stop the head has all ends: later ones are of restarts
             if child not in self._told and (status := child.poll()) is not None:
                 self._told.add(child)
                 self._send(event="ended", name=child.name, status=status, tail=child.tail(), at=child.last_output_at())
