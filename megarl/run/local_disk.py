@@ -71,7 +71,7 @@ def mount_of(path: Path) -> Mount:
 
 
 def choose(run_dir: Path, setting: str) -> Path | None:
-    """Return the folder on a local disk in which a server keeps its data; None for the run's directory.
+    """Return the folder on a local disk for a server's data; None for the run's directory.
 
     Args:
         setting: ``store.folder``; empty takes ``run_dir`` if that is local, else a local temporary folder.
@@ -234,7 +234,7 @@ class Parking:
             self._lock = os.fdopen(os.dup(lock.fileno()), "ab")
 
     def let_go(self) -> None:
-        """Leave the lock to the server's processes alone."""
+        """Close this process's descriptor of the lock; the server's processes keep theirs."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None

@@ -22,7 +22,7 @@ from megarl.core.processes.secrets import hide_secrets
 def main() -> int:
     """Run the process that the first argument names; return the exit status."""
     role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
-    hide_secrets()  # set by commands that are agents
+    hide_secrets()  # from commands of agents
     with uncollected():
         if role == "explorer":
             from megarl.rewards.pool.child import fork_root

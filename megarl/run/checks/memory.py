@@ -27,7 +27,7 @@ TRAINED = frozenset({"actor", "critic"})
 INPUTS_CUT = ("o_proj", "down_proj")
 """Layers with inputs split by tensor parallelism."""
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""vLLM's names of a model's first and last tensor."""
+"""vLLM's names of a model's embedding and output weight."""
 
 
 def resident_bytes(

@@ -1,7 +1,7 @@
 """Trajectories and expert rows as parquet or jsonl, one per row, with verl's column names where verl has one.
 
-A parquet column has one type, so columns with arbitrary keys (``extra_info``, ``metadata``, ``reward_parts``, further
-keys of messages) are JSON text there, and nested in jsonl.
+A parquet column has one type. So columns with arbitrary keys (``extra_info``, ``metadata``, ``reward_parts``, further
+keys of messages) are JSON text in parquet, and nested in jsonl.
 """
 
 from __future__ import annotations

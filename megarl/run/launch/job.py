@@ -325,7 +325,7 @@ def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitt
 
 
 def _discard_rollouts(config: Config, run_dir: Path, store: Store) -> None:
-    """Delete groups of earlier attempts that were requested with later weights than the newest checkpoint's."""
+    """Delete groups of earlier attempts that were requested with the newest checkpoint's weights or later ones."""
     found = latest(run_dir / "checkpoints")
     # Groups requested ahead have samples and verdicts of the earlier settings.
     changed = any(change.trains() for change in changes_since_last_start(config, run_dir))

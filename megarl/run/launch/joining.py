@@ -1,4 +1,4 @@
-"""Joining of an explore program to a run that its trainer's program has begun, and leaving it.
+"""Joins an explore program to a run that its trainer's program has begun, and removes its engines at its end.
 
 An explore program makes no rows, model or checkpoint of the run, and writes only its own rows of the store's tables.
 """
@@ -98,7 +98,7 @@ def is_closed(config: Config) -> bool:
 
 
 def _steps(config: Config) -> int:
-    """Return the steps that the run has made; a trainer may have recorded more steps in its settings."""
+    """Return the number of finished steps: the trainer of a closed run may be about to make more."""
     with _opened(config) as store:
         return store.journal.last_step()
 

@@ -51,7 +51,7 @@ def scale(run_dir: str, words: Sequence[str]) -> None:
     config, folder = config_of(run_dir), Path(run_dir)
     running = held_locks(folder, "")
     with store_of_run(config.store.url, folder) as store:
-        own = job_of(config).has(ProcessKind.ENGINE)  # otherwise rows of an earlier start may exist
+        own = job_of(config).has(ProcessKind.ENGINE)  # otherwise rows may be of an earlier start
         programs = [name for name in store.engines.programs() if name != TRAIN or own]
         running_programs = [name for name in programs if of_program("lock", name) in running]
         program = program_of(run_dir, running_programs, wanted.program)

@@ -140,8 +140,8 @@ def short_names(subjects: Sequence[Subject]) -> list[str]:
 
 
 def subject_of(word: str) -> Subject:
-    """Return the model of a word of the command: a directory, a name in the hub's cache, a PEFT folder alone or as
-    ``MODEL+FOLDER``, ``run:DIR``, ``run:DIR@STEP`` or ``run:DIR@VERSION``.
+    """Return the model that a word of the command names: a directory, a name in the hub's cache, a PEFT folder alone or
+    as ``MODEL+FOLDER``, ``run:DIR``, ``run:DIR@STEP`` or ``run:DIR@VERSION``.
 
     Raises ConfigError that names existing alternatives.
     """

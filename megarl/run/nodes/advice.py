@@ -90,7 +90,7 @@ def number_of_nodes(config: Config, gpus: int) -> int | None:
 
 def fitting_sizes(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None]) -> Config | None:
     """Return the job with other ``dp`` and ``rollout.replicas`` that uses every GPU of some nodes; None if there is
-    none. ``tp`` shrinks only if necessary. Prefer the trainer's share of GPUs nearest to the given one."""
+    none. ``tp`` shrinks only if necessary. The trainer's share of GPUs stays as near as possible to the given one."""
     gpus = min(node.gpus for node in nodes)
     for tp in _smaller(config.parallel.tp, gpus):
         for engine_tp in _smaller(config.rollout.tp, gpus):

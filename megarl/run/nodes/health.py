@@ -138,8 +138,7 @@ def write_token(run_dir: Path, token: str) -> None:
 
 
 def run_dir_fault(run_dir: Path, token: str) -> str | None:
-    """Return the reason why ``run_dir`` here is not the head's folder, in which the head wrote ``token``; None if it
-    is."""
+    """Return the reason why ``run_dir`` here is not the head's folder with the head's ``token``; None if it is."""
     try:
         seen = (run_dir / "shared").read_text()
     except OSError as error:

@@ -251,7 +251,7 @@ def stop(children: Sequence[Child], grace_s: float) -> None:
     deadline = time.monotonic() + grace_s
     for child in children:
         child.wait(max(0.0, deadline - time.monotonic()))
-    segments.update(path for child in children for path in shared_memory(child.pid))  # made while processes ended
+    segments.update(path for child in children for path in shared_memory(child.pid))  # those made since then
     for child in children:
         child.signal(signal.SIGKILL)  # whole groups, with children of dead processes
         child.wait(5)

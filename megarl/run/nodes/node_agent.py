@@ -171,7 +171,7 @@ class _Agent:
     def _watch(self) -> None:
         try:
             self._send_heartbeats()
-        # log errors and go on: without this thread the head would wait until the node counts as silent
+        # after an error too: without this thread the head would wait until the node counts as silent
         finally:
             self._channel.close()
 

@@ -108,8 +108,7 @@ class Child:
         return self.process.poll()
 
     def tail(self) -> str:
-        """Return the last lines of the log, after the first recent exception, since later output of an orderly end may
-        hide it."""
+        """Return the log's last lines; before them the first recent exception, if more output has followed it."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(self._start, log.seek(0, os.SEEK_END) - TAIL_BYTES))

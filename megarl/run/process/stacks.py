@@ -80,7 +80,7 @@ class Frame(NamedTuple):
 
 
 class CodeLocation(NamedTuple):
-    """Line of code and collective in which a process is."""
+    """Current line of code and collective of a process."""
 
     collective: str
     """all_reduce, barrier, ...; "" outside of collectives."""
@@ -168,8 +168,8 @@ def threads(text: str) -> dict[int, list[Frame]]:
 
 
 def location_of(account: Account) -> CodeLocation:
-    """Return the location of the main thread, or of a thread in a collective if the main thread is in none (autograd's
-    threads of a GPU)."""
+    """Return the location of the main thread or, if that is in no collective, of a thread that is in one (e.g.
+    autograd's)."""
     found = threads(account.stacks)
     main = account.thread if account.thread in found else next(reversed(found), 0)  # the oldest is written last
     places = [_location(found.pop(main, [])), *(_location(frames) for frames in found.values())]

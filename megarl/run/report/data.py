@@ -93,7 +93,7 @@ class ReportData:
     losses: tuple[tuple[int, float], ...]
     """(steps done, loss) of each finished evaluation of an offline job."""
     learned: int
-    """Number of held-out tasks answered wrong before and right after training."""
+    """Number of held-out tasks that were not right before training and are right after it."""
     unlearned: int
     samples: tuple[AnswerComparison, ...]
     timelines: Mapping[str, tuple[TimedPhase, ...]]
@@ -335,7 +335,7 @@ def _of_events(events: Iterable[Mapping[str, Any]], name: str) -> tuple[tuple[in
 def _samples(
     tasks: Sequence[Task], answers: Sequence[Sequence[Trajectory]], model: Path, notes: list[str]
 ) -> tuple[AnswerComparison, ...]:
-    """Return the answers to tasks at equal distances, so that the choice does not depend on the outcome."""
+    """Return the answers to ``SAMPLES`` evenly spaced tasks, so that the choice does not depend on the outcome."""
     sides = [{e.task_id: e for e in side if e.index == 0} for side in answers]
     answered = [t for t in tasks if all(t.task_id in side for side in sides if side) and any(sides)]
     if not answered:

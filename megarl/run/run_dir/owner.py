@@ -30,7 +30,7 @@ WAIT_S = 0.1
 ORPHANS_S = 40.0
 """Seconds that a start waits for the processes of a killed supervisor: longer than they take to end."""
 DEAD = "0"
-"""Process number in /proc/locks of a dead lock owner, as some pid namespaces show it."""
+"""Owner of a lock in /proc/<pid>/fdinfo after its death, as some pid namespaces show it."""
 
 
 def check_writable(setting: str, folder: Path) -> None:

@@ -69,8 +69,8 @@ def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Call
 
 
 def fill_lost_store(config: Config, server: Server) -> None:
-    """Add the steps of the run so far to a store that is new because the run's data are on another host or gone, and
-    warn. Safe to repeat after a kill."""
+    """Add the steps of the run so far to a new store that replaces lost data or data on another host, and warn. Safe to
+    repeat after a kill."""
     if not (lost := server.parking.lost):
         return
     run_dir = Path(config.run.dir)
@@ -138,8 +138,7 @@ def _unreadable(connection: Connection) -> str | None:
 def replace_store(path: Path, steps: Mapping[int, Mapping[str, Any]]) -> Path:
     """Put a complete new store with these steps at ``path``; return the damaged one's new path.
 
-    After a kill there is only the damaged file, or also the complete new one as ``.rebuilt``, with which the next call
-    goes on.
+    A kill leaves only the damaged file, or the complete new one as ``.rebuilt``; the next call goes on from there.
     """
     rebuilt = _rebuilt(path)
     if not rebuilt.exists():

@@ -51,8 +51,7 @@ class Units:
         """Time since which a unit no longer listens."""
         self._looked_at = 0.0
         self.absent = {unit_of(s.process.name) for s in started if isinstance(s.process, NotStarted)}
-        """Units ended by order, or not started yet."""
-        """They must have no process."""
+        """Units that must have no process: ended by order, or not started yet."""
         self.used_up = ""
         """Reason why a replaceable dead process was not replaced."""
 

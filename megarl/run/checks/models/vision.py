@@ -54,7 +54,7 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
         rows: Rows of every split that the job reads.
 
     Raises:
-        ConfigError: megarl cannot train this vision-language model, it has no processor, a pixel limit does not fit it,
+        ConfigError: megarl cannot train this vision-language model; it has no processor; a pixel limit does not fit it;
             or a critic or reward model does not take the actor's images.
         DataError: a row has images and the model takes text only.
     """
