@@ -69,7 +69,7 @@ def job_store(
 
 @contextmanager
 def shared_store(url: str, run_dir: Path, key: str, limit_s: float = SHARED_S) -> Iterator[None]:
-    """If ``url`` asks for a server, find the one that ``megarl store`` runs for several programs, and put its URL into
+    """Find the server that ``megarl store`` runs for several programs, if ``url`` asks for one, and put its URL into
     the environment.
 
     Raises:

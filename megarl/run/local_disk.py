@@ -160,7 +160,7 @@ class Parking:
         return None if newest is None else _read(newest / "data" / "PG_VERSION").strip() or None
 
     def take(self) -> None:
-        """Copy the data to the folder where the server will start.
+        """Choose the server's folder; copy parked data there if it is on the local disk.
 
         Raises:
             ConfigError: the data are on another host or gone, and ``use`` is not ``job``; or they do not fit here.

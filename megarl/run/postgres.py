@@ -358,7 +358,7 @@ def _locked(folder: Path) -> Iterator[IO[bytes]]:
 
 
 def identity_of(folder: Path) -> Identity:
-    """Return a non-root user for the server that can write in ``folder``.
+    """Return a user for the server that can write in ``folder``; root only under another number, in a user namespace.
 
     Raises ConfigError if this process is root and no other user can.
     """

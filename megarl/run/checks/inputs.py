@@ -74,8 +74,8 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
 
 
 def check_environment_rows(config: Config, tasks: Mapping[str, list[Task]]) -> None:
-    """Raise DataError naming the first row that the environment's ``check_row(task)`` or ``check_row(task, options)``,
-    if it has one, refuses."""
+    """Raise DataError naming the first row that the environment's ``check_row(task)`` or ``check_row(task, options)``
+    refuses. Environments without that function accept all rows."""
     if config.rollout.workflow != "environment":
         return
     check_row = getattr(environments.get(config.rollout.environment), "check_row", None)

@@ -33,7 +33,7 @@ EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
 def resident_bytes(
     config: Config, algorithm: Algorithm, hf_configs: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, int]]:
-    """Return ``role.kind`` -> bytes on the device, for every trainer rank. ``average`` is the average of
+    """Return ``role.kind`` -> bytes on the device, for every trainer rank. ``average``: the copy for
     ``evaluation.average``.
 
     A reward model in training is counted with its score head. Its warm start trains a language model, which takes more.

@@ -114,7 +114,7 @@ def check_mode(config: Config, job: Job) -> None:
 
 
 def check_algorithm(config: Config) -> None:
-    """Raise ConfigError if the algorithm refuses a setting, tried on one token."""
+    """Raise ConfigError if the algorithm refuses a setting in a trial on one token."""
     algorithm = algorithms.get(config.algorithm.name)
     if "group" in algorithm.needs and config.algorithm.group_size == 1:
         raise ConfigError(

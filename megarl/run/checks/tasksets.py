@@ -73,7 +73,7 @@ def _check_offline(taskset: TasksetConfig) -> None:
 
 
 def _check_order(taskset: TasksetConfig) -> None:
-    """Raise ConfigError for settings of another ``taskset.order``, and for settings that this order lacks."""
+    """Raise ConfigError for settings of other values of ``taskset.order``, and for missing settings of this order."""
     order, low, high = taskset.order, taskset.min_difficulty, taskset.max_difficulty
     if order == "curriculum" and None in (taskset.difficulty, taskset.curriculum_steps):
         missing = "difficulty" if taskset.difficulty is None else "curriculum_steps"

@@ -70,7 +70,7 @@ Part = list[tuple[StoredGroup, list[Glance]]]
 
 
 def _in_parts(run: StoredRun, selection: Selection) -> Iterator[Part]:
-    """Yield groups that have trajectories and match with all of them, in parts."""
+    """Yield, in parts, the groups whose trajectories exist and all match."""
     part: Part = []
     for group, members in run.glances(selection):
         if members and all(map(selection.matches, members)):

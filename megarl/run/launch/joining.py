@@ -92,7 +92,7 @@ def differences(run: Config, config: Config) -> list[Change]:
 
 
 def is_closed(config: Config) -> bool:
-    """Return True if the run has finished its last start's steps."""
+    """Return True if the run has begun and its job is closed: all requested steps are done."""
     with _opened(config) as store:
         return store.journal.has_begun() and store.journal.job_state() == "closed"
 

@@ -87,7 +87,7 @@ class Reaper:
             self.process.stdin.write(f"{do} {group} {folder or ''}\n".encode())
 
     def add(self, group: int, folder: Path | None = None) -> None:
-        """Have a process group ended after the supervisor, and a folder removed with it."""
+        """Register a process group for the reaper, and a folder to remove with it."""
         with self._sending:
             self.groups[group] = folder
             self._send("add", group, folder)

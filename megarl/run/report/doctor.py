@@ -1,4 +1,4 @@
-"""``megarl doctor``: this machine's support of a job, line by line, with a fix for each problem.
+"""``megarl doctor``: checks that this machine can run a job, line by line, with a fix for each problem.
 
 Imports neither vllm nor transformer_engine: their versions come from the installed metadata.
 """

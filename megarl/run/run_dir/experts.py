@@ -37,8 +37,8 @@ def read_experts(config: Config) -> list[ExpertExperience]:
     """Return the rows of ``taskset.expert``, with the templates of ``taskset`` applied to prompts.
 
     Raises:
-        DataError: a row is not a demonstration, its score is not finite, or its ``teacher_logp`` has not one value per
-            response token.
+        DataError: a row is not a demonstration, its score is not finite, or its ``teacher_logp`` does not have one
+            value per response token.
     """
     path = Path(str(config.taskset.expert))
     tasks = [row for row in read_split(config, "expert") if isinstance(row, Task)]

@@ -1,4 +1,4 @@
-"""Supervision of a job's engines: reads their rows in the store and starts, ends or moves engines accordingly."""
+"""Supervision of a job's engines: reads their rows in the store, and starts and ends engines accordingly."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Look(NamedTuple):
 
 
 def first_rows(placed: Sequence[Spec], program: str, attempt: int, workers: int, *, away: bool) -> list[EngineRow]:
-    """Return the rows of an attempt's first engines, and set the number of its start in each engine's environment.
+    """Return the rows of an attempt's first engines, and write the number of each engine's start into its environment.
 
     Args:
         placed: Processes of the attempt. An engine's parts on other nodes than its server do not listen.
@@ -85,7 +85,7 @@ class EngineSupervisor:
     Args:
         rows: Rows of the attempt's first engines.
         grace_s: Seconds for an engine to end.
-        more: Places added engines and engines with a new number of workers; None refuses both.
+        more: Chooses places for added engines and for a new number of workers; None refuses both.
         often: Engines start and end in every step, so these events are logged at debug level.
     """
 

@@ -23,8 +23,8 @@ LOOK_S = 1.0
 CONNECT_S = 0.3
 LOOK_AGAIN_S = 0.05
 CLOSED_S = 5.0
-"""Seconds that a server may live after it stops listening: vLLM's waits forever for its last responses if a worker
-died."""
+"""Seconds that a server may live after it stops listening: vLLM's server waits forever for its last responses if a
+worker died."""
 SERVERS = frozenset({ProcessKind.ENGINE, ProcessKind.REWARD_HOST})
 """Kinds that must never end by themselves."""
 DECIDING = frozenset({ProcessKind.TRAINER, ProcessKind.BENCH})
@@ -220,7 +220,7 @@ def _until_free(name: str, address: str) -> None:
 
 
 def failed(process: Process) -> bool:
-    """Return True if the process should not have ended: an explorer ends with 0 when the trainer has closed the job,
+    """Return True if the process ended unexpectedly. An explorer ends with 0 when the trainer has closed the job;
     engines and reward hosts never end."""
     status = process.poll()
     return status is not None and (status != 0 or kind_of(process.name) in SERVERS)
