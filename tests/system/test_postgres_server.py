@@ -106,7 +106,7 @@ def test_the_report_of_a_job_that_is_running(server: Server, monkeypatch: pytest
     monkeypatch.delenv(VARIABLE, raising=False)
     for key in (None, "another key"):
         with pytest.raises(
-            ConfigError, match=rf"running, with a PostgreSQL .*127.0.0.1:{server.port}.* export MEGARL_JOB_KEY"
+            ConfigError, match=rf"running, with its own PostgreSQL .*127.0.0.1:{server.port}.* export MEGARL_JOB_KEY"
         ):
             live_url(run_dir, key)
     monkeypatch.setenv("MEGARL_JOB_KEY", "key of the tests")
