@@ -389,7 +389,7 @@ def test_what_is_missing_is_named() -> None:
     ):
         with pytest.raises(ConfigError, match=words):
             algorithms.get(name).loss(dataclasses.replace(batch, **{field: None}), settings_of(name)(name=name))
-    with pytest.raises(ConfigError, match="label_smoothing=0.1 is of preference=sigmoid"):
+    with pytest.raises(ConfigError, match="label_smoothing=0.1 needs preference=sigmoid"):
         algorithms.get("dpo").loss(batch, PreferenceConfig(name="dpo", preference="ipo", label_smoothing=0.1))
     with pytest.raises(AssertionError, match="even number of rows"):
         algorithms.get("dpo").count(batch.mask[:5], batch.row[:5], 1, DPO[0])
