@@ -460,6 +460,8 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 TOOL_CALLS = "tool_calls"
 """Key of a trajectory's metadata: number of tool calls in its responses."""
+TEACHER = "teacher"
+"""Key of a trajectory's metadata while a step has it: name of its teacher."""
 
 
 @dataclass(frozen=True)
@@ -479,6 +481,8 @@ class Outcome:
     """Turns of all authors, the prompt included."""
     tool_calls: int | None = None
     """None where responses were not read for tool calls."""
+    teacher: str | None = None
+    """Name of its teacher; None where it has none."""
 
     @classmethod
     def of(cls, t: Trajectory) -> Outcome:
@@ -496,6 +500,7 @@ class Outcome:
             greedy,
             len(t.turns),
             t.metadata.get(TOOL_CALLS),
+            t.metadata.get(TEACHER),
         )
 
 

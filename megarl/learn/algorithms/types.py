@@ -19,8 +19,10 @@ from megarl.core.schema import GroupStats
 from megarl.learn.algorithms.terms.reduction import Together, Tokens, alone
 from megarl.learn.algorithms.terms.token_parts import repeated
 
-NEEDS = frozenset({"old_logp", "ref_logp", "kl", "advantages", "group", "values", "pairs", "greedy", "expert"})
-ROLES = frozenset({"actor", "critic", "reference", "reward"})
+NEEDS = frozenset(
+    {"old_logp", "ref_logp", "teacher_logp", "kl", "advantages", "group", "values", "pairs", "greedy", "expert"}
+)
+ROLES = frozenset({"actor", "critic", "reference", "reward", "teacher"})
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,16 @@ class StepInput:
     old_logp: torch.Tensor | None = None
     """float32 [T], as ``ref_logp`` and ``values``."""
     ref_logp: torch.Tensor | None = None
+    teacher_logp: torch.Tensor | None = None
+    """By the teacher of each sequence; 0 where it has none."""
     values: torch.Tensor | None = None
     """The critic's value of the state that each position's next token is chosen in."""
     bootstrap: torch.Tensor | None = None
     """float32 [n], value after the last token of a cut sequence, 0 for a finished one; None for zeros."""
     greedy: torch.Tensor | None = None
     """float64 [N], reward of the greedy answer to each sequence's prompt."""
+    teacher_weights: torch.Tensor | None = None
+    """float64 [N], ``weight`` of each sequence's teacher; 0 where it has none."""
     expert: torch.Tensor | None = None
     """bool [N], demonstrated rows: they have no reward, and advantages of 0."""
     own: torch.Tensor | None = None
@@ -163,8 +169,8 @@ class Algorithm(Generic[C]):
     roles: frozenset[str]
     """Members of ``ROLES``."""
     needs: frozenset[str]
-    """Members of ``NEEDS``. old_logp, ref_logp, advantages, values; ``kl``: ref_logp where ``kl.coef`` is not 0;
-    ``group``: at least two answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch are
+    """Members of ``NEEDS``. old_logp, ref_logp, teacher_logp, advantages, values; ``kl``: ref_logp where ``kl.coef`` is
+    not 0; ``group``: at least two answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch are
         (chosen, rejected) in turn;
     ``greedy``: the reward of each prompt's greedy answer; ``expert``: demonstrated rows beside the sampled ones."""
     advantage: Callable[[float, GroupStats, C], float] | None

@@ -45,6 +45,8 @@ class Sequences:
     """By the engine; for demonstrations by their teacher, where the loss reads it, else 0."""
     old_logp: torch.Tensor | None = None
     ref_logp: torch.Tensor | None = None
+    teacher_logp: torch.Tensor | None = None
+    """By the teacher of each sequence; 0 where it has none."""
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
     """bool [n]; demonstrations among answers (mix)."""

@@ -32,7 +32,7 @@ class Resident:
     """All storages of one kind of one model.
 
     Args:
-        role: Of the model: actor, reference, critic, reward_model.
+        role: Of the model: actor, reference, critic, reward_model, teachers.NAME.
         tensors: Gives those whose storages it owns. Called each time it leaves: an optimizer makes its moments late.
     """
 

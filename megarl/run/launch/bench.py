@@ -131,6 +131,7 @@ def _of_bench(config: Config, folder: Path) -> Config:
         reference=ReferenceConfig(),
         critic=CriticConfig(),
         reward_model=RewardModelConfig(),
+        teachers={},
         trainer=trainer,
         rollout=replace(config.rollout, placement="separate"),
         taskset=replace(config.taskset, date=day),

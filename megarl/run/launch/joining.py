@@ -25,7 +25,7 @@ LOOK_S = 0.5
 """Seconds between two looks for what is waited for."""
 AGAIN_S = 60.0
 """Seconds between two lines about it."""
-OF_TRAINER = ("trainer", "critic", "reference", "reward_model", "buffer", "run", "cluster")
+OF_TRAINER = ("trainer", "critic", "reference", "reward_model", "teachers", "buffer", "run", "cluster")
 """Settings that concern trainer ranks, or each program for itself: an explore program may have others."""
 SHARED = ("rollout.tp", "rollout.pp", "rollout.expert_parallel", "parallel.backend", "store.url", "sync.method")
 """Settings on which trainer and engines must agree, of those that change no training."""

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.config.lengths import prompt_tokens
+from megarl.config.roles import path_of
 from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
@@ -134,15 +135,14 @@ def _check_environment(config: Config) -> None:
 
 
 def _check_roles(config: Config, hf_config: Mapping[str, Any], seen: str) -> None:
-    """Raise ConfigError where a critic or reward model does not take the images as the actor's processor makes them.
+    """Raise ConfigError where a role's model does not take the images as the actor's processor makes them.
 
     Args:
         hf_config: The actor's.
         seen: Row that has images, for messages.
     """
-    paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
     for role in roles_of(config, algorithms.get(config.algorithm.name)):
-        if (path := paths.get(role)) is None:
+        if (path := path_of(config, role)) is None:
             continue
         base = role_files(role, Path(path)).base
         found = role_config(role, base)
