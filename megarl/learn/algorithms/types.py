@@ -170,9 +170,9 @@ class Algorithm(Generic[C]):
     """Members of ``ROLES``."""
     needs: frozenset[str]
     """Members of ``NEEDS``. old_logp, ref_logp, teacher_logp, advantages, values; ``kl``: ref_logp where ``kl.coef`` is
-    not 0; ``group``: at least two answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch are
-        (chosen, rejected) in turn;
-    ``greedy``: the reward of each prompt's greedy answer; ``expert``: demonstrated rows beside the sampled ones."""
+    not 0; ``group``: at least two answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch
+    are (chosen, rejected) in turn; ``greedy``: the reward of each prompt's greedy answer; ``expert``: demonstrated rows
+    beside the sampled ones."""
     advantage: Callable[[float, GroupStats, C], float] | None
     """(reward, statistics of its whole group, settings) -> the advantage of every token of the response."""
     count: Count

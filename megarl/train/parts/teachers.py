@@ -33,7 +33,8 @@ class Teachers(Part):
 
     def before_update(self, state: TrainState, batch: StepBatch) -> None:
         sequences = batch.sequences
-        assert sequences.old_logp is not None and sequences.teacher_logp is not None, "inference has filled both"
+        if sequences.old_logp is None or sequences.teacher_logp is None:
+            return  # an algorithm of the user's that needs no old_logp
         names, metrics = batch.teachers, Metrics()
         for place, chosen in [("teacher/kl", {*self._teachers}), *((f"teacher/kl/{n}", {n}) for n in self._teachers)]:
             mask = sequences.sampled & repeated(
