@@ -83,6 +83,8 @@ class Inference:
         self, updates: list[list[list[int]]], teachers: Sequence[str | None]
     ) -> Iterator[tuple[str, Model, list[list[int]]]]:
         """Yield (name, model, units) of each teacher that has sequences in the step."""
+        if "teacher_logp" not in self._algorithm.needs:
+            return
         numbers = sorted({number for units in updates for unit in units for number in unit})
         for name, model in self.models.teachers.items():
             if units := [[number] for number in numbers if teachers[number] == name]:
