@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -161,13 +162,12 @@ def _check_language_model(role: str, files: ScoreFiles, layout: Layout, hf_confi
         raise CheckpointError(
             f"{role}.path={files.adapter} is an adapter; merge it into its model (megarl convert merge-adapter)"
         )
-    source = open_hf(files.base)
     try:
-        check_hf(source, layout, hf_config)
+        with closing(open_hf(files.base)) as source:
+            check_hf(source, layout, hf_config)
     except CheckpointError as error:
-        raise CheckpointError(f"{role}.path={files.base}: {error}") from error
-    finally:
-        source.close()
+        text = str(error).replace("set model.path to", f"set {role}.path to")  # the actor's is the usual setting there
+        raise CheckpointError(f"{role}.path={files.base}: {text}") from error
 
 
 def role_files(role: str, path: Path) -> ScoreFiles:
