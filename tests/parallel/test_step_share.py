@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -174,7 +174,8 @@ def bytes_held(rank: int, path: str, case: Case) -> tuple[int, int, int]:
         for name in ("old_logp", "ref_logp", "advantages"):
             setattr(sequences, name, torch.zeros(len(sequences.tokens)))
         sizes.append(sequences)
-    return sizes[0].nbytes, sizes[1].nbytes, len(sizes[0])
+    own, whole = (sum(x.nbytes for f in fields(s) if (x := getattr(s, f.name)) is not None) for s in sizes)
+    return own, whole, len(sizes[0])
 
 
 GRPO = AlgorithmConfig(name="grpo", kl=KLConfig(0.1, "k3"))

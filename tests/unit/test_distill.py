@@ -12,7 +12,7 @@ import torch
 
 from megarl.buffer.experience.groups import group_stats
 from megarl.config.algorithms import DistillConfig, KLConfig
-from megarl.config.roles import teacher_of
+from megarl.config.model_roles import teacher_of
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError
 from megarl.learn import algorithms

@@ -8,7 +8,7 @@ P prompt tokens, R response tokens; L layers with experts, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -98,11 +98,6 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors that are there."""
-        return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
 
     @property
     def cu_seqlens(self) -> torch.Tensor:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
-from megarl.config.roles import path_of
+from megarl.config.model_roles import path_of
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.config.algorithms import reads_teacher
-from megarl.config.roles import path_of, sections_of
+from megarl.config.model_roles import path_of, sections_of
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.processes.collector import uncollected
 from megarl.core.schema import Task
@@ -25,10 +25,10 @@ from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.filters import Selected, selected, usable
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
+from megarl.run.checks.models.distillation import check_taught
 from megarl.run.checks.models.expert_rows import check_teacher
 from megarl.run.checks.models.grids import check_model
 from megarl.run.checks.models.lora import check_adapters, check_tower_overlap
-from megarl.run.checks.models.teachers import check_taught
 from megarl.run.checks.models.vision import (
     check_image_files_of,
     check_images,

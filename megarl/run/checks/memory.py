@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from megarl.config import Config
 from megarl.config.lora import LoraConfig
-from megarl.config.roles import sections_of
+from megarl.config.model_roles import sections_of
 from megarl.engines.client.names import EIGHT_BIT_BLOCK, EIGHT_BITS
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.memory.resident_bytes import ITEM_BYTES, model_bytes

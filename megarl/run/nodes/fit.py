@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megarl.config import Config
-from megarl.config.roles import sections_of
+from megarl.config.model_roles import sections_of
 from megarl.core.errors import ArchitectureError, ConfigError, JobError, PlanError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms

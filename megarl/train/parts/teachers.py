@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.config.roles import teacher_of
+from megarl.config.model_roles import teacher_of
 from megarl.core.schema import TEACHER
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_parts import repeated

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.config.lengths import prompt_tokens
-from megarl.config.roles import path_of
+from megarl.config.model_roles import path_of
 from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task

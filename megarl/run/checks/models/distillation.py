@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, DistillConfig
-from megarl.config.roles import teacher_of
+from megarl.config.model_roles import teacher_of
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.learn.algorithms import Algorithm
