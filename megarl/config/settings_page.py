@@ -44,17 +44,19 @@ class Setting(NamedTuple):
 def reference() -> str:
     """The page, in Markdown: a list for each group of settings."""
     lines = [HEADER]
-    kinds = {name: _whole(kind) for name, kind in get_type_hints(Config).items()}
-    for group in fields(Config):
-        kind, prefix = kinds[group.name], group.name
-        if get_origin(kind) is dict:
-            kind, prefix = get_args(kind)[1], f"{prefix}.NAME"
-        lines += [f"## {group.name}", "", *_about(kind)]
+    for prefix, kind in groups():
+        lines += [f"## {prefix.removesuffix('.NAME')}", "", *_about(kind)]
         for row in settings(kind, prefix):
             facts = "; ".join([row.values, *([f"verl: {row.verl}"] if row.verl else [])])
             lines += _wrapped(f"- {row.name} = {row.default}: {facts}") + _wrapped(f"  {row.help}")
         lines.append("")
     return "\n".join(lines)
+
+
+def groups() -> Iterator[tuple[str, type]]:
+    """Yield (prefix of its settings, dataclass) of each group. That of a group by name ends in ``.NAME``."""
+    for name, kind in get_type_hints(Config).items():
+        yield (f"{name}.NAME", get_args(kind)[1]) if get_origin(kind) is dict else (name, _whole(kind))
 
 
 def changed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
