@@ -117,6 +117,8 @@ def test_missing_inputs_are_named() -> None:
             DISTILL.step_advantages(dataclasses.replace(step, **{name: None}), DistillConfig())
     with pytest.raises(ConfigError, match=r"algorithm.reward_coef=0.3 .*algorithm.group_size is 1"):
         DISTILL.step_advantages(step, DistillConfig(reward_coef=0.3, group_size=1))
+    with pytest.raises(ConfigError, match=r"algorithm.kl.place=reward: .* set it to loss"):
+        DISTILL.step_advantages(step, DistillConfig(kl=KLConfig(0.1, "k3", "reward")))
 
 
 def test_the_teacher_of_a_data_source() -> None:

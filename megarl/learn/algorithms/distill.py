@@ -24,11 +24,15 @@ def estimate(step: StepInput, config: DistillConfig) -> Estimate:
     """Return the advantages of the file's head. Those of a sequence without a teacher are ``reward_coef``'s alone.
 
     Raises:
-        ConfigError: log-probs or weights of the teachers are missing; one response of a group has nothing to be
-            compared with.
+        ConfigError: log-probs or weights of the teachers are missing; a group has one response with ``reward_coef``;
+            or ``kl.place=reward``.
     """
     if step.old_logp is None or step.teacher_logp is None or step.teacher_weights is None:
         raise ConfigError("distill needs old_logp, teacher_logp and the teachers' weights; give it teachers.NAME.path")
+    if config.kl.place == "reward":
+        raise ConfigError(
+            "algorithm.kl.place=reward: the rewards of distill are the teachers' log-ratios; set it to loss"
+        )
     tokens = step.held(step.tokens)
     found = doubles(step.mask, _difference, step.teacher_logp, step.old_logp)
     found *= repeated(step.held(step.teacher_weights), tokens)
