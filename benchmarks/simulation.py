@@ -151,7 +151,7 @@ class Engines:
         """No row begins."""
         self.queue: deque[tuple[Row, int]] = deque()
         """Rows that wait, and how many tokens each samples."""
-        self._rates, self._ended, self._request = rates, ended, request
+        self._rates, self.ended, self._request = rates, ended, request
         self._row_s = rates.row_s + (rates.begin_s / request if request else 0.0)
         count = rates.engines
         self._running: list[list[tuple[float, int, Row, int]]] = [[] for _ in range(count)]
@@ -222,7 +222,7 @@ class Engines:
             row.done, row.left = row.done + tokens, row.left - tokens
             heapq.heappush(self._loads, (len(self._running[engine]), engine))
             self._schedule(engine)
-            self._ended(row)
+            self.ended(row)
             self.begin()
         return True
 
@@ -284,14 +284,14 @@ class Simulation:
     def __init__(self, rates: Rates, load: Load, schedule: Schedule, seed: int = 0) -> None:
         self._rates, self._load, self._schedule = rates, load, schedule
         self._draw = np.random.default_rng(seed)
-        self._engines = Engines(rates, self._row_ended, schedule.request)
+        self.engines = Engines(rates, self._row_ended, schedule.request)
         self._unended: Counter[int] = Counter()
         """Groups that have rows that have not ended, by ``asked_at``."""
-        self._ready: list[Group] = []
+        self.ready: list[Group] = []
         """In the order in which they ended."""
         self._whole: Counter[int] = Counter()
         """Groups that have ended, by number."""
-        self._suspended: list[Row] = []
+        self.suspended: list[Row] = []
         self._asked, self._waited, self._published, self._worked = 0, 0.0, 0, 0.0
 
     def run(self, steps: int) -> Result:
@@ -302,26 +302,26 @@ class Simulation:
         for step in range(first + steps):
             if step == first:
                 began, waited, worked, busy = (
-                    self._engines.now, self._waited, self._worked, self._engines.busy_until_now()
+                    self.engines.now, self._waited, self._worked, self.engines.busy_until_now()
                 )  # fmt: skip
             if self._schedule.pacing.publishes(step):
                 self._publish(step)
-            groups = self._take(step)
+            groups = self.take(step)
             of_step = sum(group.tokens for group in groups)
             self._work(self._rates.update_seconds(of_step))
             if step >= first:
                 tokens += of_step
                 staleness = max(staleness, *(step - group.asked_at for group in groups))
-        count, passed = steps, self._engines.now - began
+        count, passed = steps, self.engines.now - began
         sampling = self._rates.engine_seconds(tokens / count) / self._rates.engines
-        engines = self._engines.busy_until_now() - busy
+        engines = self.engines.busy_until_now() - busy
         limit = max((self._worked - worked) / count, sampling)
         idle = 1 - engines / (passed * self._rates.engines)
         return Result(passed / count, (self._waited - waited) / passed, idle, limit, staleness)
 
     def _publish(self, step: int) -> None:
         """Give the engines the weights of ``step`` steps, and ask for the groups that may be asked for then."""
-        engines, schedule = self._engines, self._schedule
+        engines, schedule = self.engines, self._schedule
         if step:
             if not schedule.in_flight:
                 # In admission order all that was asked for is awaited (or suspended); else requests that run.
@@ -335,8 +335,8 @@ class Simulation:
                 self._work(seconds)
                 engines.held = False
         self._published = step
-        rows = [*self._suspended, *(row for row, _ in engines.queue), *self._ask(step)]
-        self._suspended.clear()
+        rows = [*self.suspended, *(row for row, _ in engines.queue), *self._ask(step)]
+        self.suspended.clear()
         rows.sort(key=lambda row: row.group.number)
         engines.queue = deque((row, min(row.left, self._budget(row.group, step))) for row in rows)
         engines.begin()
@@ -354,7 +354,7 @@ class Simulation:
             numbers = [n for n in range(self._asked, pacing.asked(step)) for _ in range(load.groups)]
             self._asked = pacing.asked(step)
         else:
-            missing = (pacing.deadline(step) + 1 - step) * load.groups - self._unended.total() - len(self._ready)
+            missing = (pacing.deadline(step) + 1 - step) * load.groups - self._unended.total() - len(self.ready)
             numbers = [step] * missing
         lengths = load.lengths(self._draw, len(numbers) * load.size).reshape(len(numbers), load.size)
         for number, own in zip(numbers, lengths.tolist(), strict=True):
@@ -362,28 +362,28 @@ class Simulation:
             self._unended[step] += 1
             yield from (Row(group, 0, length) for length in own)
 
-    def _take(self, step: int) -> list[Group]:
+    def take(self, step: int) -> list[Group]:
         """Wait for the step's groups."""
         found: list[Group] = []
 
         def complete() -> bool:
             if self._schedule.order == "admission":
                 if self._whole[step] == self._load.groups:
-                    found[:] = [group for group in self._ready if group.number == step]
-            elif len(self._ready) >= self._load.groups and self._may_be_left(step):
+                    found[:] = [group for group in self.ready if group.number == step]
+            elif len(self.ready) >= self._load.groups and self._may_be_left(step):
                 deadline, each = self._schedule.pacing.deadline, self._load.groups
-                due = [deadline(group.asked_at) for group in self._ready]
+                due = [deadline(group.asked_at) for group in self.ready]
                 others = [deadline(asked_at) for asked_at in self._unended.elements()]
-                found[:] = [self._ready[number] for number in choose(due, others, step, each, each)]
+                found[:] = [self.ready[number] for number in choose(due, others, step, each, each)]
             return len(found) == self._load.groups
 
-        self._wait(complete, lambda: len(self._ready))
+        self._wait(complete, lambda: len(self.ready))
         answered = max(group.ended_at for group in found) + self._rates.answer_s
-        if answered > self._engines.now:
-            self._waited += answered - self._engines.now
-            self._engines.until(answered)
+        if answered > self.engines.now:
+            self._waited += answered - self.engines.now
+            self.engines.until(answered)
         taken = {id(group) for group in found}
-        self._ready = [group for group in self._ready if id(group) not in taken]
+        self.ready = [group for group in self.ready if id(group) not in taken]
         return found
 
     def _may_be_left(self, step: int) -> bool:
@@ -398,27 +398,27 @@ class Simulation:
 
     def _wait(self, there: Callable[[], bool], changes: Callable[[], int] | None = None) -> None:
         """Go on until ``there()``, looked at again when ``changes()`` has another value."""
-        began, seen = self._engines.now, changes() if changes else 0
+        began, seen = self.engines.now, changes() if changes else 0
         done = there()
         while not done:
-            assert self._engines.step(), "a job that waits for rows, and none runs"
+            assert self.engines.step(), "a job that waits for rows, and none runs"
             if changes is None or changes() != seen:
                 seen, done = changes() if changes else 0, there()
-        self._waited += self._engines.now - began
+        self._waited += self.engines.now - began
 
     def _work(self, seconds: float) -> None:
         self._worked += seconds
-        self._engines.until(self._engines.now + seconds)
+        self.engines.until(self.engines.now + seconds)
 
     def _row_ended(self, row: Row) -> None:
         if row.left:
-            self._suspended.append(row)
+            self.suspended.append(row)
             return
         row.group.left -= 1
         if not row.group.left:
             self._unended[row.group.asked_at] -= 1
-            self._ready.append(row.group)
-            row.group.ended_at = self._engines.now
+            self.ready.append(row.group)
+            row.group.ended_at = self.engines.now
             self._whole[row.group.number] += 1
 
 

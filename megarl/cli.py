@@ -1,4 +1,4 @@
-"""The ``megarl`` command. Heavy imports happen inside the commands, so that ``--help`` answers at once."""
+"""The ``megarl`` command. Heavy imports happen inside the commands, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Running a command again resumes it."""
 
 
 class _Version(argparse.Action):
-    """Asks for the version only when somebody wants it: reading package metadata takes time."""
+    """Looks up the version only for ``--version``: reading package metadata takes time."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
@@ -40,7 +40,7 @@ class _Version(argparse.Action):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Parser of the command line."""
+    """Return the parser of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="megarl", description=DESCRIPTION, formatter_class=raw)
     parser.add_argument("--version", action=_Version, help="print megarl's version and exit")
@@ -96,10 +96,10 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--check", action="store_true", help="validate settings, rows and models, start nothing")
     explore = add(
         "explore",
-        "Run the engines and the explorer of a run whose trainer is a program of its own (`megarl train "
+        "Run the engines and the explorer of a run whose trainer is a separate program (`megarl train "
         "run.mode=train`), in either order; ends with the run (docs/modes.md).",
     )
-    explore.add_argument("overrides", nargs="*", help="hydra overrides: those of the trainer")
+    explore.add_argument("overrides", nargs="*", help="hydra overrides, the same as the trainer's")
     explore.add_argument(
         "--number", type=int, default=0, metavar="N", help="of several explore programs of a run, from 0: each its own"
     )
@@ -116,7 +116,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Run the PostgreSQL server of a run whose other parts are programs of their own (store=postgres); ends with "
         "the run, or on SIGTERM (docs/modes.md).",
     )
-    store.add_argument("overrides", nargs="*", help="hydra overrides: those of the trainer")
+    store.add_argument("overrides", nargs="*", help="hydra overrides, the same as the trainer's")
     data = add("data", data_command.DESCRIPTION)
     data_command.add_arguments(data)
     doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
@@ -187,9 +187,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; a user's mistake prints one readable line and exits with status 2, a failed job with 1, Ctrl-C
-    with 130."""
-    arguments = _parse(argv)
+    """Run one command. A user's mistake logs one line and exits with status 2, a failed job with 1, Ctrl-C with 130."""
+    arguments = parse_arguments(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     from megarl.run.process.interrupt import INTERRUPT
 
@@ -204,12 +203,12 @@ def main(argv: list[str] | None = None) -> int:
                 raise
     logging.error("megarl %s: interrupted", arguments.command)
     sys.stdout.flush()
-    os._exit(130)  # else libraries that were half imported have their last words
+    os._exit(130)  # otherwise half-imported libraries would print errors
 
 
 def _tell(status: int) -> None:
-    """Write the exit status of the head's command to the file that slurm/common.sh reads: ``srun`` ends with the
-    largest status of all nodes, lost ones too."""
+    """Write the head's exit status to ``MEGARL_STATUS``, which slurm/common.sh reads: ``srun`` exits with the largest
+    status of all nodes, lost ones included."""
     if (path := os.environ.get("MEGARL_STATUS")) and os.environ.get("SLURM_PROCID") == "0":
         try:
             with open(path, "w") as file:
@@ -224,8 +223,9 @@ def _tell(status: int) -> None:
             )
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    """Overrides may stand before and after an option, which argparse does not let them."""
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the words of a command (None: ``sys.argv``). Overrides may stand before and after options, which argparse
+    does not support. Exits with status 2 if a word is wrong."""
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["data"] and (look := data_command.look(words[1:])) is not None:
         return look
@@ -248,8 +248,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def _left_out(arguments: argparse.Namespace) -> list[str]:
-    """Overrides of a bench for what its command leaves out: a first model, a name, and training rows, which are not
-    read."""
+    """Return a bench's default overrides: its first model, a run name, and a placeholder for training rows, which a
+    bench does not read."""
     from megarl.run.launch.sweep import quoted
 
     given = {word.partition("=")[0].lstrip("+") for word in arguments.overrides}
@@ -272,7 +272,7 @@ def _run(arguments: argparse.Namespace) -> int:
         return 1
     except OSError as error:
         if error.filename is None:
-            raise  # not a path that somebody gave
+            raise  # not a path that the user gave
         logging.error("megarl %s: %s: %s", arguments.command, error.filename, error.strerror)
         return 2
 
@@ -293,12 +293,14 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.multirun:
         return _sweep(arguments)
     if arguments.count or arguments.index is not None:
-        raise ConfigError("--index and --count are of a sweep; add -m")
+        raise ConfigError("--index and --count need a sweep; add -m")
     config = compose(
         arguments.overrides, own=arguments.config_dir
-    )  # before the imports that take seconds: a mistyped key is reported at once
+    )  # before the slow imports: a mistyped key is reported immediately
     if config.run.mode in ("explore", "bench"):
-        raise ConfigError(f"run.mode={config.run.mode} is of `megarl {config.run.mode}`; leave it out, or run that")
+        raise ConfigError(
+            f"run.mode={config.run.mode} belongs to `megarl {config.run.mode}`; leave it out, or run that command"
+        )
     return _check_job(config, arguments) if arguments.check else _run_job(config)
 
 
@@ -347,7 +349,7 @@ def _store(arguments: argparse.Namespace) -> int:
 
 def _run_job(config: Config) -> int:
     servers = None
-    if config.run.fork_servers and config.parallel.backend == "gloo":  # CUDA is not there in a forked process
+    if config.run.fork_servers and config.parallel.backend == "gloo":  # CUDA does not work in a forked process
         from megarl.rewards.pool.child import fork_root
         from megarl.run.process.forkserver import ForkServers
 

@@ -1,4 +1,4 @@
-"""Old names of modules: an import of one gives the module of today, with a warning."""
+"""Import hook for old module names: importing one returns the module under its current name, with a warning."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOVED = {
     "megarl.explore.tasksets": "megarl.tasks",
     "megarl.explore.tools": "megarl.tasks.tools",
 }
-"""Package or module that files of users import -> where it is now."""
+"""Old name of a package or module that users' files import -> its current name."""
 
 
 def name_now(name: str) -> str | None:
-    """Return the name that a module has now; None where it was not moved."""
-    if not name.startswith("megarl."):  # every import of every package asks
+    """Return the current name of a module; None if it was not moved."""
+    if not name.startswith("megarl."):  # runs for every import of every package
         return None
     for old, new in MOVED.items():
         if name == old or name.startswith(f"{old}."):
@@ -48,15 +48,17 @@ class OldNames(MetaPathFinder, Loader):
         """Return None: the import system makes an empty module, which ``exec_module`` replaces."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of today in place of an empty one. Raises ModuleNotFoundError where there is none."""
+        """Replace an empty module with the module under its current name. Raises ModuleNotFoundError if that is
+        missing."""
         old = module.__name__
         now = name_now(old)
         assert now is not None
-        if old in MOVED:  # names below it warn no second time
+        if old in MOVED:  # modules below it do not warn again
             warnings.warn(f"{old} is {now} now; change the import", FutureWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(now)
 
 
 def keep_old_names() -> None:
-    """Have imports find moved modules under their old names."""
-    sys.meta_path.insert(0, OldNames())  # a moved package has a path, in which others would find a second copy
+    """Make imports find moved modules under their old names."""
+    # First: a moved package has a path, where the import system would find a second copy of its modules.
+    sys.meta_path.insert(0, OldNames())

@@ -258,32 +258,42 @@ def outcomes(name: str) -> dict[str, str]:
 
 
 HEAD = """# Chat templates
-Written by `python -m tests.chat_battery docs/chat_templates.md`; a test fails when the page differs. Conversations
-are rendered with published templates in megarl and in transformers' `apply_chat_template`; texts and token ids are
-compared. Where the last message is an answer, the ids of prompt and answer together are compared too, up to the end
-token. The texts are in `tests/data/chat_templates`, with source and licence. Rules for rows:
-[offline.md](offline.md#messages-and-templates).
+This page lists how megarl renders published chat templates, compared with transformers' `apply_chat_template`.
+```bash
+python -m tests.chat_battery docs/chat_templates.md  # writes this page; a test fails when it differs
+```
+Texts and token ids are compared; where the last message is an answer, up to its end token. An entry has a
+template's models, its name, and the end of an answer. Templates, with source and licence:
+`tests/data/chat_templates/`. Rules for rows: [offline.md](offline.md#messages-and-templates).
 
-Each entry: template, end of an answer, outcomes.
-
-- equal: the same text and the same ids
+- equal: the same text and ids, for every case that an entry does not list
 - refused: the template refuses the conversation, in both
-- unseen: refused by megarl: the template does not look at a field, which transformers drops silently
-- dropped: refused by megarl: the template looks at a message, a call or a part of the answer and leaves it out
-- other prompt: refused by megarl: the template renders another prompt before the answer than for sampling
+- unseen: megarl refuses a field that the template ignores; transformers drops it silently
+- dropped: megarl refuses, because the template leaves out a message, a call or a part of the answer
+- other prompt: megarl refuses, because the template renders another prompt before the answer than for sampling
+
+{cases} *thoughts*: the four of a thought before, of `enable_thinking`, and
+of answers with and without a thought.
 
 """
+THOUGHTS = ("thought before", "enable_thinking", "answer, no thought", "answer, thought")
+"""Cases that the page lists as one where they have one outcome."""
 
 
 def table(results: Mapping[str, Mapping[str, str]]) -> str:
     """The page."""
     lines = []
-    for name, cells in results.items():
-        outcomes = {cell: ", ".join(f"*{case}*" for case in CASES if cells[case] == cell) for cell in cells.values()}
+    for name, given in results.items():
+        cells = dict(given)
+        if len({cells[case] for case in THOUGHTS}) == 1:
+            cells["thoughts"] = [cells.pop(case) for case in THOUGHTS][0]
+        outcomes = {cell: ", ".join(f"*{case}*" for case in cells if cells[case] == cell) for cell in cells.values()}
+        outcomes.pop("equal", None)
         found = "; ".join(f"{cell}: {cases}" for cell, cases in sorted(outcomes.items()))
-        text = f"- **{TEMPLATES[name].models}** (`{name}`), answers end with `{TEMPLATES[name].end}`. {found}."
+        text = f"- **{TEMPLATES[name].models}** (`{name}`, `{TEMPLATES[name].end}`). {found}."
         lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
-    return HEAD + "\n".join(lines) + "\n"
+    cases = "\n".join(textwrap.wrap(f"Cases: {', '.join(f'*{case}*' for case in CASES)}.", 120))
+    return HEAD.replace("{cases}", cases) + "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

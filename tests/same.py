@@ -152,7 +152,7 @@ def trajectories(run_dir: Path) -> Facts:
     """A digest of each rollout: tokens, log-probs, scores, verdicts."""
     opened = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
     rollouts: dict[str, list[str]] = {}
-    for group in opened._database.read(lambda c: c.exec_driver_sql("select group_id, rollout_id from groups").all()):
+    for group in opened.database.read(lambda c: c.exec_driver_sql("select group_id, rollout_id from groups").all()):
         for e in opened.groups.read([group.group_id]):
             parts = [
                 (

@@ -231,5 +231,5 @@ def load_resolved(path: str | Path) -> Config:
     try:
         config: Config = from_dict(Config, values)
     except ConfigError as error:
-        raise ConfigError(f"{path} is of another version of megarl: {error}; {fix}") from error
+        raise ConfigError(f"{path} was written by another version of megarl: {error}; {fix}") from error
     return config

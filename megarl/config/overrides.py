@@ -34,8 +34,8 @@ def check_experiment(overrides: Sequence[str]) -> None:
     if "taskset.train" in given and "experiment" not in given:
         raise ConfigError(
             f"{given['taskset.train']} without an experiment: the settings would be those of experiment=quickstart (a "
-            "tiny model of its own, a warm start on its own tasks, short answers); add experiment=own for a model and "
-            "rows of yours, or experiment=quickstart if you mean it"
+            "tiny model made from scratch, a warm start on its own tasks, short answers); add experiment=own for a "
+            "model and rows of yours, or experiment=quickstart if you mean it"
         )
 
 

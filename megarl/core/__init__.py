@@ -1,6 +1,6 @@
-"""Nouns, errors, metrics, durable files and processes: what every other package stands on.
+"""Nouns, errors, metrics, durable files and processes: the base of every other package.
 
-Code here imports no other package of megarl and no torch, and knows no setting.
+Code here imports no other package of megarl and no torch, and reads no settings.
 """
 
 FACE = (

@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all, and are on the disk before they do.
+"""Write files and folders atomically: each appears complete and synced to disk, or not at all.
 
-A kill or a loss of power leaves the old one or the new one, never a part. An old folder may have been moved aside by
-then: ``recover_directory`` puts it back.
+After a kill or a power loss either the old version or the new one exists, never a part. A kill may leave the old folder
+moved aside; ``recover_directory`` puts it back.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _OLD = ".old"
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path; the file written there is synced and renamed to ``path``, or removed on an error."""
+    """Yield a temporary path; on exit sync that file and rename it to ``path``, or remove it on an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
@@ -29,20 +29,20 @@ def whole(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
-        error.filename = error.filename or str(path)  # a full disk raises without one
+        error.filename = error.filename or str(path)  # a full disk raises without a filename
         raise
     finally:
         temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace the file's content; a reader sees the old file or the new one."""
+    """Replace the file's content atomically: a reader sees the old file or the new one."""
     with whole(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Wait until a file's content, or a folder's list of entries, is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -51,7 +51,7 @@ def sync(path: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """``sync`` every file below a folder, then the folders, the given one last. What is on the disk costs nothing."""
+    """``sync`` every file below a folder, then the folders, ``folder`` last. Synced files cost nothing."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
             heartbeat.beat()
@@ -60,17 +60,17 @@ def sync_tree(folder: Path) -> None:
 
 
 def moved_aside(folder: Path, names: str = "*") -> list[Path]:
-    """Targets in ``folder``, of those that match ``names``, whose ``replace_directory`` was killed."""
+    """Targets in ``folder``, matching the glob ``names``, that a killed ``replace_directory`` has moved aside."""
     return [path.with_name(path.name[1:].removesuffix(_OLD)) for path in folder.glob(f".{names}{_OLD}")]
 
 
 def aside(target: Path) -> Path:
-    """Path of an older folder while a new one takes its name."""
+    """Path to which the old folder is moved while the new one takes its name."""
     return target.with_name(f".{target.name}{_OLD}")
 
 
 def replace_directory(new: Path, target: Path) -> None:
-    """Sync and rename a folder; an older one is moved aside first and removed last: rename cannot replace it."""
+    """Sync ``new`` and rename it to ``target``; the old folder is first moved aside, since rename cannot replace it."""
     sync_tree(new)
     recover_directory(target)
     old = aside(target)
@@ -86,8 +86,7 @@ def replace_directory(new: Path, target: Path) -> None:
 
 
 def recover_directory(target: Path) -> bool:
-    """Undo or end a ``replace_directory`` that was killed; True where there was no new folder and the old one is
-    back."""
+    """Finish or undo a killed ``replace_directory``. True if the new folder is missing and the old one was restored."""
     old = aside(target)
     if exists(target) or not exists(old):
         _remove(old)
@@ -98,25 +97,24 @@ def recover_directory(target: Path) -> bool:
 
 
 def exists(path: Path) -> bool:
-    """True also for a link whose target is missing."""
+    """True if the path exists, also as a link to a missing target."""
     return path.exists() or path.is_symlink()
 
 
 def _remove(path: Path) -> None:
-    """Remove a file, link or folder, as far as that goes: what is left is seen by whoever needs its name."""
+    """Remove a file, link or folder, ignoring errors: the next use of the name reports what remains."""
     with suppress(OSError):
         if not path.is_dir() or path.is_symlink():
             path.unlink()
             return
-        # The newest last: what marks a finished folder was written last, and is there as long as anything
-        # is.
+        # Newest last: the file that marks a folder as finished was written last, so it outlives all others.
         for entry in sorted(path.iterdir(), key=lambda entry: entry.lstat().st_mtime_ns):
             _remove(entry)
         path.rmdir()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object; empty where there is no such file. Raises CheckpointError for anything else."""
+    """Read a JSON object; ``{}`` if the file does not exist. Raises CheckpointError for any other content."""
     try:
         value = json.loads(path.read_text()) if path.is_file() else {}
         if not isinstance(value, dict):

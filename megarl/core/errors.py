@@ -1,4 +1,4 @@
-"""Errors with a text for the user, and descriptions of errors in a user's own code.
+"""Errors with texts for the user, and descriptions of errors in the user's code.
 
 Each text names the rule, the value and the fix. Invalid input raises an ``InputError`` before any process starts. A
 failure of a running job raises a ``RuntimeError`` subclass, whose text ends the job.
@@ -16,7 +16,7 @@ from megarl.core.text import without_surrogates
 
 
 class MegarlError(Exception):
-    """Base of all errors here: the text is for the user, who needs no traceback."""
+    """Base of all errors in megarl. Its text is for the user, who needs no traceback."""
 
 
 class InputError(MegarlError, ValueError):
@@ -28,7 +28,7 @@ class ConfigError(InputError):
 
 
 class DataError(InputError):
-    """A data row that cannot be used; the message gives file, row number and field."""
+    """A data row that cannot be used; the message contains file, row number and field."""
 
 
 class ArchitectureError(InputError):
@@ -36,11 +36,11 @@ class ArchitectureError(InputError):
 
 
 class PlanError(InputError):
-    """A reshard plan that would not write every destination element exactly once."""
+    """A reshard plan that does not write every destination element exactly once."""
 
 
 class CheckpointError(InputError):
-    """A checkpoint that is missing, incomplete or of another model."""
+    """A checkpoint that is missing, incomplete or from another model."""
 
 
 class WeightSyncError(MegarlError, RuntimeError):
@@ -48,23 +48,23 @@ class WeightSyncError(MegarlError, RuntimeError):
 
 
 class WeightsDiffer(WeightSyncError):
-    """Two sides that both live were compared after a sync, and differ: to send the weights again would hide a fault."""
+    """Two live sides have different weights after a sync. Sending them again would hide a bug."""
 
 
 class EngineError(MegarlError, RuntimeError):
-    """The rollout engine refused a request or is gone."""
+    """The rollout engine refused a request or has died."""
 
 
 class EngineClosed(EngineError):
-    """The engine has other weights than were asked for, or no engine has them yet: no failure, others are asked."""
+    """The engine has other weights than requested, or no engine has them yet. No failure: the client tries others."""
 
 
 class RequestRefused(EngineError):
-    """The rollout engine refused a request for what is in it, and would refuse it again."""
+    """The rollout engine refused a request because of its content, and would refuse it again."""
 
 
 class PromptRefused(RequestRefused):
-    """It refused one prompt of a request, the others' engine is well: the prompt's trajectories pay."""
+    """The engine refused one prompt of a request. The engine is healthy; only the prompt's trajectories fail."""
 
     def __init__(self, text: str, prompt: int = 0) -> None:
         super().__init__(text)
@@ -73,41 +73,41 @@ class PromptRefused(RequestRefused):
 
 
 class WeightsPassed(RequestRefused):
-    """Samples were asked for with weights that no engine has any more: those of an evaluation that was given up."""
+    """Samples were requested with weights that no engine has any longer, for an evaluation that was cancelled."""
 
 
 class SandboxError(MegarlError, RuntimeError):
-    """Programs cannot be isolated here, or the sandbox failed; never something that a program in it did."""
+    """Programs cannot be isolated here, or the sandbox failed. Never raised for an action of a sandboxed program."""
 
 
 class JobError(MegarlError, RuntimeError):
-    """A process of the job died; the message carries its last lines."""
+    """A process of the job died; the message contains its last log lines."""
 
 
 class DiskFullError(JobError):
-    """No room, on a disk or in a quota, for what was to be written."""
+    """A disk or quota has no room for a write."""
 
 
 class OffloadError(JobError):
-    """Memory of a model could not leave the device, or came back as other bytes."""
+    """Memory of a model could not be moved off the device, or came back with other bytes."""
 
 
 class NotResident(MegarlError, RuntimeError):
-    """Memory of a model was needed on the device while it was elsewhere: a fault of ours, with its name and place."""
+    """A model's memory was needed on the device while offloaded: a bug of ours. The text has its name and place."""
 
 
 class NonRetryableError(JobError):
-    """The job ends of something that would come again however often it were started."""
+    """The job failed for a reason that a restart cannot remove."""
 
     STATUS = 4
-    """Exit status of a process that ends of it."""
+    """Exit status of a process that ends with this error."""
 
 
 class MemoryFullError(JobError):
-    """A trainer rank ran out of memory where smaller micro-batches need less."""
+    """A trainer rank ran out of memory during work that needs less with smaller micro-batches."""
 
     STATUS = 5
-    """Exit status of a process that ends of it."""
+    """Exit status of a process that ends with this error."""
 
 
 class StoreDamagedError(JobError):
@@ -115,18 +115,19 @@ class StoreDamagedError(JobError):
 
 
 class FencedError(JobError):
-    """A later attempt of the run has begun: nothing that this one still does may count."""
+    """A later attempt of the run has begun, so writes of this attempt are refused."""
 
 
 def first_of(texts: Sequence[str], count: int) -> str:
-    """``a, b and 3 more``: the first ``count``."""
+    """Join the first ``count`` texts: ``a, b and 3 more``."""
     more = f" and {len(texts) - count} more" if len(texts) > count else ""
     return ", ".join(texts[:count]) + more
 
 
 def describe(error: BaseException, path: str | None = None, function: Callable[..., Any] | None = None) -> str:
-    """``TypeName: text`` with the last line of the user's file ``path`` on the way to it; without ``path``, the last
-    line at all. Where none was reached, as with a wrong signature or result: the line where ``function`` is defined.
+    """Return ``TypeName: text`` with a source line: the last line of the user's file ``path`` in the traceback. If the
+    traceback has none (wrong signature or result), use the line that defines ``function``. Without ``path``, use the
+    traceback's last line.
 
     Surrogate characters become ``?``, so that the text can be stored.
     """
@@ -140,6 +141,6 @@ def describe(error: BaseException, path: str | None = None, function: Callable[.
 
 
 def masked_text(url: str) -> str:
-    """``url`` without a password (as SQLAlchemy reads it), also where it cannot be parsed."""
+    """Replace the password in ``url`` by ``***`` (as SQLAlchemy reads it), also if the URL cannot be parsed."""
     text = re.sub(r"(://[^:/]*:).*@", r"\1***@", url)
     return re.sub(r"([?&]\w*password=)[^&]+", r"\1***", text)

@@ -1,4 +1,4 @@
-"""Kinds of processes with their names, and jobs as a table of them."""
+"""Kinds of processes, and the table of jobs with the kinds that each job has."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Literal
 
 
 class ProcessKind(Enum):
-    """Kind of a process that a supervisor starts: how the names of its processes begin, and those of their files."""
+    """Kind of a process that a supervisor starts, with the prefix of its process names and of its file names."""
 
     ENGINE = ("engine", "engine")
     TRAINER = ("trainer rank", "trainer")
@@ -30,49 +30,49 @@ class ProcessKind(Enum):
         return f"{self.label} {number}" + (f" part {part + 1}" if part else "")
 
     def log(self, number: int, part: int = 0) -> str:
-        """File name of the log of that process."""
+        """File name of the log of process ``number``."""
         if self in OFTEN_ALONE and number == 0:
             return f"{self.stem}.log"
         return f"{self.stem}_{number}" + (f"_part_{part + 1}" if part else "") + ".log"
 
 
 OFTEN_ALONE = frozenset({ProcessKind.EXPLORER, ProcessKind.BENCH})
-"""Kinds of which a job often has one process: the first has no number."""
+"""Kinds that often have one process per job; the first one's name has no number."""
 TRAIN = "train"
-"""Program of every job that has a trainer. Jobs of different programs live side by side in one run, on one store: a
-start of one ends earlier attempts of its own program alone."""
+"""Program of every job that has a trainer. Jobs of several programs can share a run and its store. A start ends only
+earlier attempts of the same program."""
 EXPLORE = "explore"
-"""Programs that explore for a trainer of another program begin so: ``explore-0``, ``explore-1``."""
+"""Prefix of the programs that explore for another program's trainer: ``explore-0``, ``explore-1``."""
 STOPPED = 128 + signal.SIGTERM
 """Exit status of an explorer that was asked to stop before the job was closed."""
 PROGRAM = "MEGARL_PROGRAM"
-"""Variable that tells a process its job's program."""
+"""Environment variable with the program of a process's job."""
 
 
 def kind_of(name: str) -> ProcessKind | None:
-    """Kind of a process by its name (``trainer rank 0``) or a file's stem (``trainer_0``); None for other processes."""
+    """Kind of a process by its name (``trainer rank 0``) or file stem (``trainer_0``); ``None`` for any other."""
     return next((kind for kind in ProcessKind if name.startswith((kind.label, kind.stem))), None)
 
 
 def of_program(name: str, program: str) -> str:
-    """Name of a file in a run's directory that each program has for itself: ``attempt``, or ``attempt_explore-0``."""
+    """Name of a file in the run directory that each program has separately: ``attempt``, or ``attempt_explore-0``."""
     return name if program == TRAIN else f"{name}_{program}"
 
 
 def worker_of(program: str, number: int = 0) -> str:
-    """Name under which an explorer of a program claims groups: no other explorer's."""
+    """Unique name under which an explorer of a program claims groups."""
     if program == TRAIN:
         return f"explorer-{number}"
     return of_program("explorer", program) + (f".{number}" if number else "")
 
 
 def logs_of(run_dir: str | Path, attempt: int | str, program: str) -> Path:
-    """Folder of the logs of an attempt."""
+    """Folder of an attempt's logs."""
     return Path(run_dir) / "logs" / of_program(f"attempt_{attempt}", program)
 
 
 def unit_of(name: str) -> str:
-    """Name under which a process is replaced: all parts of ``engine 0`` together."""
+    """Name of the unit that is replaced together: ``engine 0`` for all its parts."""
     return name.partition(" part ")[0]
 
 
@@ -85,11 +85,11 @@ class Job:
 
     mode: Mode
     processes: tuple[ProcessKind, ...]
-    """Kinds in the order in which they start: the slowest to start first."""
+    """Kinds in start order, the slowest to start first."""
     rollouts: bool
-    """True if the trainer's rows are rollouts; else they are read from a file."""
+    """True if the trainer's rows are rollouts, False if they are read from a file."""
     until: ProcessKind
-    """Kind whose processes decide: the job has ended when they have, and a dead one ends the attempt."""
+    """Kind that decides the job's end: the job ends when these processes end, and the attempt fails when one dies."""
     program: str = TRAIN
 
     def has(self, kind: ProcessKind) -> bool:
@@ -98,21 +98,21 @@ class Job:
 
     @property
     def trains(self) -> bool:
-        """True for a job that has trainer ranks."""
+        """True if the job has trainer ranks."""
         return self.has(ProcessKind.TRAINER)
 
     @property
     def joins(self) -> bool:
-        """True for a job that joins a run; another program begins, fills and ends it."""
+        """True if the job joins a run that another program begins, fills and ends."""
         return self.mode == "explore"
 
     @property
     def is_alone(self) -> bool:
-        """True for a job that needs no other program."""
+        """True if the job needs no other program."""
         return self.mode not in ("explore", "train")
 
     def numbered(self, number: int) -> Job:
-        """The job as program ``number`` of several that explore; any other job as it is."""
+        """Return the job as explore program ``number``; any other job unchanged."""
         return replace(self, program=f"{EXPLORE}-{number}") if self.joins else self
 
 

@@ -1,6 +1,6 @@
-"""Files with what each step trains on, ``RUN/batches/step_NNNNNN.npz`` (``trainer.keep_batches``). Numpy only.
+"""Files with each step's training tokens, ``RUN/batches/step_NNNNNN.npz`` (``trainer.keep_batches``). Numpy only.
 
-Shape legend: N sequences in the order in which they go into the model, T their tokens together, G groups.
+Shape legend: N sequences in the order of the model's input, T tokens of all sequences, G groups.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ FOLDER = "batches"
 
 @dataclass(frozen=True, eq=False)
 class KeptBatch:
-    """All that the updates of one step train on: 9 bytes a token and 20 a sequence, and the groups' names."""
+    """Everything that the updates of one step train on: 9 bytes a token, 20 bytes a sequence, and the group names."""
 
     tokens: np.ndarray
     """int32 [T]: input of the model, without padding."""
     targets: np.ndarray
-    """int32 [T]: the token whose log-prob is taken at each position, negative where none is."""
+    """int32 [T]: target token of the log-prob at each position; negative for none."""
     mask: np.ndarray
-    """bool [T]: positions in the loss, after everything that takes tokens out of it."""
+    """bool [T]: positions in the loss, after all masking."""
     lengths: np.ndarray
     """int32 [N]"""
     updates: np.ndarray
-    """int32 [N]: number of the update within the step; further epochs are the same."""
+    """int32 [N]: number of the update within the step; further epochs repeat it."""
     numbers: np.ndarray
-    """int32 [N]: number of the sequence within the step. One that is in several pairs is there as often."""
+    """int32 [N]: number of the sequence within the step. A sequence of several pairs appears once per pair."""
     groups: np.ndarray
-    """int32 [N]: which of ``group_ids``; -1 for an expert row."""
+    """int32 [N]: index into ``group_ids``; -1 for an expert row."""
     indices: np.ndarray
     """int32 [N]: ``Trajectory.index``; 0 for an expert row."""
     group_ids: np.ndarray
     """str [G]"""
 
     def write(self, path: Path) -> None:
-        """Write a file that appears whole or not at all. Raises OSError."""
+        """Write the file atomically. Raises OSError."""
         path.parent.mkdir(exist_ok=True)
         with whole(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read a file. Raises DataError for one that is damaged."""
+        """Read a file. Raises DataError if it is damaged."""
         try:
             with np.load(path, allow_pickle=False) as arrays:
                 found = cls(**{field.name: arrays[field.name] for field in fields(cls)})
@@ -73,13 +73,13 @@ def path_of(run_dir: Path, step: int) -> Path:
 
 
 def kept_steps(run_dir: Path) -> list[int]:
-    """Steps that have a file, in order."""
+    """Steps that have a file, ascending."""
     names = (re.fullmatch(r"step_(\d+)\.npz", path.name) for path in (run_dir / FOLDER).glob("step_*.npz"))
     return sorted(int(name[1]) for name in names if name)
 
 
 def forget_after(run_dir: Path, step: int) -> None:
-    """Remove the files of steps after ``step``, to which the run has gone back: these are made again."""
+    """Remove the files of steps after ``step``, to which the run has rolled back; they will be written again."""
     for later in kept_steps(run_dir):
         if later > step:
             path_of(run_dir, later).unlink(missing_ok=True)

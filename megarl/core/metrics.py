@@ -1,5 +1,4 @@
-"""Metrics under verl's names, and where they go: TensorBoard, a jsonl file, other trackers, one console line; phases of
-a process."""
+"""Metrics under verl's names and their destinations (TensorBoard, jsonl, trackers, console); phases of a process."""
 
 from __future__ import annotations
 
@@ -21,12 +20,11 @@ from megarl.core.processes import heartbeat
 log = logging.getLogger(__name__)
 
 Sums = Mapping[str, tuple[float, float]]
-"""Metric name -> (sum, count): what ranks and micro-batches can add up. Under ``max:name`` the first number is a
-maximum."""
+"""Metric name -> (sum, count), which ranks and micro-batches add up. For ``max:name`` the first number is a maximum."""
 
 
 def mean_of_sums(parts: Iterable[Sums]) -> dict[str, float]:
-    """Means (or maxima) over everything that the parts counted; a metric that nobody counted is left out."""
+    """Means (or maxima) over all parts; metrics with count 0 are left out."""
     totals: dict[str, tuple[float, float]] = {}
     maxima: dict[str, float] = {}
     for part in parts:
@@ -41,7 +39,7 @@ def mean_of_sums(parts: Iterable[Sums]) -> dict[str, float]:
 
 
 def spread(name: str, values: Iterable[float]) -> dict[str, float]:
-    """``name/mean``, ``name/max``, ``name/min`` of some values; {} for none."""
+    """Return ``name/mean``, ``name/max`` and ``name/min`` of the values; ``{}`` for no values."""
     known = list(values)
     if not known:
         return {}
@@ -59,14 +57,13 @@ class Tracker(Protocol):
 class MetricWriter:
     """Writes a step's metrics to ``metrics.jsonl`` (one record a line, appended), to TensorBoard and to ``trackers``.
 
-    What an earlier attempt wrote after the step that a job resumes from is dropped. The warm start counts its own steps
-    (``sft/...``): in TensorBoard it is a run of its own, since what is dropped there is dropped by step alone.
+    Records of an earlier attempt after the resumed step are dropped. The warm start counts its steps separately
+    (``sft/...``). In TensorBoard it is a separate run, because TensorBoard drops records by step alone.
 
     Args:
-        warm_start_step: The last step of the warm start that counts.
-        step: The last step of reinforcement learning that counts; -1 for none.
-        trackers: Closed with the writer. They raise nothing and return at once. Most keep what an earlier attempt
-            wrote.
+        warm_start_step: The last step of the warm start to keep.
+        step: The last step of reinforcement learning to keep; -1 for none.
+        trackers: Closed with the writer. They raise nothing and do not block. Most keep earlier attempts' records.
     """
 
     def __init__(
@@ -97,12 +94,12 @@ class MetricWriter:
         self._lines = Lines(path)
 
     def rewind(self, warm_start_step: int, step: int) -> None:
-        """Drop what was written after these steps, as at the start of a job. Trackers keep it."""
+        """Drop records after these steps, as at the start of a job. Trackers keep them."""
         self._close()
         self._open(warm_start_step, step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A full disk costs the records that it has no room for, and TensorBoard the rest of this start of the job."""
+        """Write a step's metrics. On a full disk records are lost, and TensorBoard stops until the job starts again."""
         warm_start = _is_warm_start(metrics)
         board = self._boards.get(warm_start)
         if board is not None:
@@ -110,7 +107,7 @@ class MetricWriter:
                 for name, value in metrics.items():
                     board.add_scalar(name, value, step)
                 board.flush()
-            except OSError as error:  # its thread has ended with it
+            except OSError as error:  # its thread has ended with the error
                 self._boards = {}
                 log.warning("TensorBoard is left out from here on: %s; training goes on", error)
         for tracker in self._trackers:
@@ -131,12 +128,12 @@ class MetricWriter:
 
 
 class Lines:
-    """A file of JSON records, one a line, appended to. On a full disk a record is left out as a whole, with a warning
-    at the first of them; what comes when there is room again is written."""
+    """A file of JSON records, one a line, appended to. On a full disk whole records are left out, with one warning;
+    writing goes on when there is room again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: FileIO = path.open("ab", buffering=0)  # a buffer would bring what had no room again and again
+        self._file: FileIO = path.open("ab", buffering=0)  # a buffer would retry failed records forever
         self._full = False
 
     def append(self, record: Mapping[str, Any]) -> None:
@@ -164,15 +161,15 @@ class Lines:
 
 
 def best_step(run_dir: Path, name: str, steps: Collection[int]) -> int | None:
-    """Return the step, of ``steps``, at which a metric of ``metrics.jsonl`` was best; None if it has no value there.
+    """Return the step among ``steps`` with the best value of a metric in ``metrics.jsonl``; ``None`` without a value.
 
-    The least value of a loss is the best, the largest of every other metric; of equal values the earliest. The last
-    value that was written for a step counts.
+    The best is the smallest value of a loss, the largest of any other metric; ties go to the earliest step. If a step
+    was written several times, the last value counts.
     """
     path, values = run_dir / "metrics.jsonl", dict[int, float]()
     for line in path.read_text().splitlines() if path.is_file() else ():
-        if f'"{name}"' in line:  # most lines are of steps without an evaluation
-            with suppress(ValueError):  # half a line, of a process that was killed
+        if f'"{name}"' in line:  # most lines are from steps without an evaluation
+            with suppress(ValueError):  # half a line, from a process that was killed
                 record = json.loads(line)
                 if record["step"] in steps and math.isfinite(record.get(name, math.nan)):
                     values[record["step"]] = record[name]
@@ -188,23 +185,23 @@ def _counts(line: str, warm_start_step: int, step: int) -> bool:
     try:
         record = json.loads(line)
     except ValueError:
-        return False  # half a line, of a process that was killed
+        return False  # half a line, from a process that was killed
     return bool(record["step"] <= (warm_start_step if _is_warm_start(record) else step))
 
 
 COMMAND = "command"
-"""Timeline of the command that starts a job."""
+"""Name of the timeline of the command that starts a job."""
 DROPPED = "dropped"
-"""Kind of the store's event with the reasons for which groups of a step were dropped."""
+"""Kind of the store event with the reasons why groups of a step were dropped."""
 TIMELINE = "MEGARL_TIMELINE"
-"""Variable with the folder and name of an engine's timeline."""
+"""Environment variable with the folder and name of an engine's timeline."""
 
 
 class Timeline:
     """Timeline of one process: phases with wall-clock start and end (unix seconds), for the report.
 
-    Shown to the supervisor while it lasts (``heartbeat``), and written to ``<folder>/<process>.jsonl``, one phase a
-    line; ``seconds`` sums the phases since ``reset``.
+    A running phase is visible to the supervisor (``heartbeat``). Finished phases are written to
+    ``<folder>/<process>.jsonl``, one a line. ``seconds`` sums the phases since ``reset``.
     """
 
     def __init__(self, folder: Path, process: str) -> None:
@@ -213,12 +210,12 @@ class Timeline:
         self.seconds: dict[str, float] = {}
 
     def reset(self) -> None:
-        """Forget the seconds of the step before."""
+        """Clear ``seconds`` before a new step."""
         self.seconds = {}
 
     @contextmanager
     def phase(self, name: str, **labels: Any) -> Iterator[None]:
-        """Measure a phase: a context manager."""
+        """Context manager that measures a phase."""
         start = time.time()
         clock = time.perf_counter()
         try:
@@ -228,7 +225,7 @@ class Timeline:
             self.add(name, start, time.perf_counter() - clock, **labels)
 
     def add(self, name: str, start: float, seconds: float, **labels: Any) -> None:
-        """Enter a phase that was measured elsewhere."""
+        """Add a phase that was measured elsewhere."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
         self._lines.append({"phase": name, "start": round(start, 4), "seconds": round(seconds, 4), **labels})
 
@@ -260,9 +257,9 @@ OFFLINE_CONSOLE = (
 
 
 class PrintedSteps:
-    """Choose the steps of which a line is printed: about 20 of a short run, every hundredth of a long one.
+    """Choose the steps to print: about 20 lines for a short run, every hundredth step of a long one.
 
-    The first step of a start and the last of the run are printed too, and any step a minute after the line before.
+    The first step of a start and the last of the run are printed too, and any step a minute after the last line.
     """
 
     def __init__(self, steps: int, now: Callable[[], float] = time.monotonic) -> None:
@@ -271,7 +268,7 @@ class PrintedSteps:
         self._printed_at = -math.inf
 
     def is_due(self, step: int) -> bool:
-        """Return True if ``step`` (from 1) is printed; the caller then prints it."""
+        """Return True if ``step`` (from 1) is due; the caller then prints it."""
         now = self._now()
         due = step % self._every == 0 or step == self._steps or now - self._printed_at >= SILENT_S
         if due:
@@ -286,6 +283,6 @@ SILENT_S = 60.0
 def console_line(
     step: int, steps: int, metrics: Mapping[str, float], columns: Iterable[tuple[str, str, str]] = CONSOLE
 ) -> str:
-    """One line a step for a person: (label, metric, form) of those ``columns`` that there are."""
+    """Return a step's console line, from those (label, metric, format) ``columns`` whose metric exists."""
     shown = [f"{label} {form.format(metrics[name])}" for label, name, form in columns if name in metrics]
     return f"step {step}/{steps} | " + " | ".join(shown)

@@ -1,4 +1,4 @@
-"""Decoding of image files, which come from rows, environments and agents. Imports Pillow when it is called."""
+"""Decode image files, which come from rows, environments and agents. Imports Pillow when it is called."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
-"""Formats that Pillow may read; other decoders are not tried on a stranger's bytes."""
+"""Formats that Pillow may read; other decoders are not tried on untrusted bytes."""
 MAX_PIXELS = 50_000_000
 
 
 def decode(file: bytes) -> Image:
-    """Return an image in RGB. Raises ValueError for a file that is damaged, or is no image, or too large."""
+    """Return the image in RGB. Raises ValueError if the file is damaged, too large or no image."""
     with _opened(file) as image:
         return image.convert("RGB")
 
 
 def size_of(file: bytes) -> tuple[int, int]:
-    """Return (width, height) from the head of a file. Raises ValueError for what is no image, or too large."""
+    """Return (width, height) from the file's header. Raises ValueError if the file is too large or no image."""
     with _opened(file) as image:
         return image.size
 
 
 def media_type(file: bytes) -> str:
-    """Return the media type of an image file, as ``image/png``. Raises ValueError as ``size_of``."""
+    """Return the media type of an image file, such as ``image/png``. Raises ValueError as ``size_of`` does."""
     with _opened(file) as image:
         return str(image.get_format_mimetype())
 
 
 @contextmanager
 def _opened(file: bytes) -> Iterator[ImageFile]:
-    """Open an image. Whatever Pillow raises in the body becomes a ValueError: damaged files raise TypeError,
-    struct.error, ZeroDivisionError and more, as each decoder happens to meet the damage."""
+    """Open an image. Turn any Pillow error in the body into a ValueError: damaged files raise TypeError, struct.error,
+    ZeroDivisionError and more, depending on the decoder."""
     from PIL import Image
 
     try:

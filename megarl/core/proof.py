@@ -1,4 +1,4 @@
-"""Proof that a peer knows a key, by an HMAC of a random challenge: the key itself is never sent."""
+"""Prove that a peer has a key, by an HMAC of a random challenge: the key itself is never sent."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def challenge() -> str:
 
 
 def prove(key: str, challenge: str, side: str) -> str:
-    """The proof of one ``side`` of a connection: no proof of the other side can be returned for it."""
+    """Return the proof of one ``side`` of a connection; it is not valid for the other side."""
     return hmac.new(key.encode(), _bytes(f"megarl {side} {challenge}"), hashlib.sha256).hexdigest()
 
 
@@ -21,5 +21,5 @@ def is_proof(given: object, key: str, challenge: str, side: str) -> bool:
 
 
 def _bytes(text: str) -> bytes:
-    """Text from JSON may have surrogates."""
+    """Encode text, also with surrogates, which JSON may contain."""
     return text.encode("utf-8", "surrogatepass")

@@ -1,5 +1,7 @@
-"""Weights that a trainer publishes as files (``sync.method=checkpoint``): one folder a version, whole once its manifest
-is there. Standard library only."""
+"""Weights published as files (``sync.method=checkpoint``): a folder per version, complete once its manifest exists.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +19,32 @@ from megarl.core.schema import WeightsVersion
 FOLDER = "weights"
 MANIFEST = "published.json"
 KEPT = 2
-"""Newest whole versions that are kept: an engine may read one while the next appears."""
+"""Number of complete versions kept: an engine may read one while the next appears."""
 
 
 @dataclass(frozen=True)
 class PublishedWeights:
-    """Manifest of a version: what an engine that has read the files must prove."""
+    """Manifest of a version, with what an engine must prove after reading the files."""
 
     version: str
     digests: Mapping[str, str]
-    """Logical tensor -> digest in hexadecimal of all its elements in ``model.dtype``, as the trainer holds them."""
+    """Logical tensor -> hexadecimal digest of its elements in ``model.dtype``, as in the trainer."""
     probe: Sequence[int]
     """Token ids of the probe text."""
     logp: Sequence[float]
     """The trainer's log-probs of ``probe[1:]`` at temperature 1."""
     tolerance: float
-    """Largest difference that the engine's may have from them, in multiples of max(1, |log-prob|)."""
+    """Largest allowed difference of the engine's log-probs, in multiples of max(1, |log-prob|)."""
     decode: int = 0
     """Tokens that the engine samples after the probe text."""
 
     def write(self, folder: Path) -> None:
-        """Write the manifest, which makes the folder whole. Raises OSError."""
+        """Write the manifest, which completes the folder. Raises OSError."""
         write_text(folder / MANIFEST, json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> PublishedWeights:
-        """Read the manifest of a folder. Raises CheckpointError where it is missing or not one."""
+        """Read the manifest of a folder. Raises CheckpointError if it is missing or invalid."""
         try:
             return cls(**read_json(folder / MANIFEST))
         except (OSError, TypeError) as error:  # a trainer may remove it at any moment
@@ -55,7 +57,7 @@ def folder_of(run_dir: Path, version: WeightsVersion | str) -> Path:
 
 
 def whole_versions(run_dir: Path) -> list[WeightsVersion]:
-    """Versions whose folders are whole, the newest last."""
+    """Versions with complete folders, the newest last."""
     found = []
     for path in (run_dir / FOLDER).glob(f"[0-9]*/{MANIFEST}"):
         with suppress(ValueError):
@@ -64,11 +66,11 @@ def whole_versions(run_dir: Path) -> list[WeightsVersion]:
 
 
 def remove_old(run_dir: Path) -> None:
-    """Remove all but the newest ``KEPT`` whole versions, and older folders that a kill has left unfinished."""
+    """Remove all but the newest ``KEPT`` complete versions, and older folders that a kill left unfinished."""
     kept = whole_versions(run_dir)[-KEPT:]
     for path in (run_dir / FOLDER).iterdir():
         with suppress(ValueError):
             version = WeightsVersion.parse(path.name.removeprefix(".").removesuffix(".partial"))
             if version not in kept and version < kept[-1]:
-                (path / MANIFEST).unlink(missing_ok=True)  # first: what is left is not whole
+                (path / MANIFEST).unlink(missing_ok=True)  # first: marks the rest as incomplete
                 shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""reasoning-gym, imported without what one of its families draws pictures with."""
+"""Import of reasoning-gym without the plotting packages that one of its families needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class _AtFirstUse(ModuleType):
-    """Stands for a module until one of its names is asked for."""
+    """Placeholder that imports a module at the first use of one of its names."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -20,9 +20,9 @@ class _AtFirstUse(ModuleType):
 
 
 def reasoning_gym() -> ModuleType:
-    """Import reasoning-gym where rows are made or scored: half a second.
+    """Import reasoning-gym (half a second); call it where rows are made or scored.
 
-    Two of its families need cellpylib, whose matplotlib takes 0.2 s more: those import it when they make a row.
+    cellpylib, needed by two of its families, imports matplotlib (0.2 s more). It is imported when they make a row.
     """
     sys.modules.setdefault("cellpylib", _AtFirstUse("cellpylib"))
     return import_module("reasoning_gym")

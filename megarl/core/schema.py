@@ -1,4 +1,4 @@
-"""The nouns that travel between the packages: tasks, preferences, trajectories and their samples, versions.
+"""Data types passed between packages: tasks, preferences, trajectories and their samples, versions.
 
 Numpy only: the explorer and the store handle these without importing torch.
 
@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 GREEDY = -1
-"""Index of the greedy trajectory beside a group's sampled ones: it is compared with, never trained on."""
+"""Index of the greedy trajectory of a group. It is a baseline for the sampled ones, never trained on."""
 
 RewardStatus = Literal["ok", "wrong", "error", "timeout", "late"]
 FinishReason = Literal["stop", "length", "abort", "repetition"]
@@ -26,49 +26,49 @@ Author = Literal["system", "user", "environment", "tool", "model"]
 
 
 class End(StrEnum):
-    """Cause of a trajectory's end. Only what the policy can have caused is trained on."""
+    """Cause of a trajectory's end. Only ends that the policy can cause are trained on."""
 
     FINISHED = "finished"
     TRUNCATED = "truncated"
-    """At the limit of a response, or of the trajectory."""
+    """The response or the trajectory reached its limit."""
     REPETITION = "repetition"
-    """Its last response repeats one sequence of tokens, and was stopped there."""
+    """The last response repeated one sequence of tokens and was stopped."""
     WORKFLOW_ERROR = "workflow_error"
-    """The workflow, or the agent, has raised an exception."""
+    """The workflow, or the agent, raised an exception."""
     WORKFLOW_TIMEOUT = "workflow_timeout"
     TOOL_TIMEOUT = "tool_timeout"
-    """A tool that is a function of the user's has not returned in time, and ``rollout.on_tool_timeout`` is ``end``."""
+    """A tool (a function of the user) timed out, and ``rollout.on_tool_timeout`` is ``end``."""
     ABANDONED = "abandoned"
-    """The workflow, or the agent, has not waited for a response that it had asked for."""
+    """The workflow, or the agent, stopped waiting for a response that it had requested."""
     ENVIRONMENT_ERROR = "environment_error"
     ENVIRONMENT_TIMEOUT = "environment_timeout"
     REWARD_ERROR = "reward_error"
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_LATE = "reward_late"
-    """Its reward comes later; at a step, it has not come in time."""
+    """The reward comes later; at the step that needs it, it has not arrived."""
 
     @property
     def by_policy(self) -> bool:
-        """True for ends that the policy can have caused."""
+        """True for ends that the policy can cause."""
         return self in (End.FINISHED, End.TRUNCATED, End.REPETITION)
 
     @property
     def by_reward(self) -> bool:
-        """True for trajectories that the verifier gave no verdict of."""
+        """True if the verifier gave no verdict."""
         return self in (End.REWARD_ERROR, End.REWARD_TIMEOUT, End.REWARD_LATE)
 
 
 ENDS: Mapping[FinishReason | None, End] = {"length": End.TRUNCATED, "repetition": End.REPETITION}
-"""Ends by the reason of the model's last turn, where they are others than ``FINISHED``."""
+"""Ends other than ``FINISHED``, by the finish reason of the model's last turn."""
 
 Message = dict[str, Any]
-"""A chat message: ``role``, ``content`` (None beside tool calls), and what else a chat template renders
+"""A chat message: ``role``, ``content`` (``None`` with tool calls), and other keys for the chat template
 (``reasoning_content``, …)."""
 
 
 class WeightsVersion(NamedTuple):
-    """Names one published set of weights: ``n`` counts synchronisations within a job attempt, never reused. Later ones
-    compare greater, by attempt and then by ``n``."""
+    """Names one published set of weights. ``n`` counts synchronisations within a job attempt and is never reused.
+    Versions compare by attempt, then by ``n``."""
 
     attempt: int
     n: int
@@ -85,45 +85,44 @@ class WeightsVersion(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """One verl data row: a prompt as chat messages and what its verifier needs."""
+    """One verl data row: a prompt as chat messages and the data that its verifier needs."""
 
     task_id: str
     data_source: str
     prompt: tuple[Message, ...]
     ability: str
     reward_model: dict[str, Any]
-    """verl's {style, ground_truth}; demonstrations may have none."""
+    """verl's {style, ground_truth}; may be empty for demonstrations."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     response: str | None = None
-    """The demonstration, for supervised rows only."""
+    """The demonstration; only in supervised rows."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
-    """Files of the images that the prompt's ``<image>`` stand for, in order."""
+    """Image files for the ``<image>`` placeholders of the prompt, in order."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template beside the messages: ``tools``, ``enable_thinking``, …."""
+    """Arguments of the chat template in addition to the messages: ``tools``, ``enable_thinking``, …."""
     answer: Message | None = None
-    """The demonstration as the assistant's message, rendered by the chat template; None where ``response`` is its exact
-    text."""
+    """The demonstration as an assistant message for the chat template; ``None`` if ``response`` is its exact text."""
 
     @property
     def ground_truth(self) -> Any:
-        """The right answer, for the verifier."""
+        """The correct answer, for the verifier."""
         return self.reward_model["ground_truth"]
 
     @property
     def question(self) -> str:
-        """Content of the user's last message; of the last message where there is none."""
+        """Content of the user's last message, or of the last message if there is no user."""
         return next(
             (m["content"] for m in reversed(self.prompt) if m["role"] == "user"), self.prompt[-1].get("content") or ""
         )
 
     def copy(self) -> Task:
-        """Return a task that shares nothing with this one that can be changed."""
+        """Return a deep copy."""
         return deepcopy(self)
 
 
 @dataclass(frozen=True)
 class Preference:
-    """One data row of a preference: a prompt as chat messages, a better and a worse answer to it."""
+    """One preference row: a prompt as chat messages, a chosen and a rejected answer."""
 
     task_id: str
     data_source: str
@@ -131,24 +130,24 @@ class Preference:
     chosen: str
     rejected: str
     margin: float = 0.0
-    """Least difference by which the chosen answer's score should be above the other's, for reward models that ask."""
+    """Minimum difference between the scores of chosen and rejected answer, for reward models that use a margin."""
     extra_info: dict[str, Any] = field(default_factory=dict)
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, as for a task."""
     answers: tuple[Message | None, Message | None] = (None, None)
-    """The chosen and the rejected answer where they are messages, as ``Task.answer``."""
+    """The chosen and the rejected answer, if they are messages, as ``Task.answer``."""
     images: tuple[bytes, ...] = field(default=(), repr=False)
-    """Files of the prompt's images, as of a task."""
+    """Files of the prompt's images, as in ``Task.images``."""
 
 
 def plain(value: Any) -> Any:
-    """The number of a scalar of numpy or torch; all else as it is."""
+    """Convert a numpy or torch scalar to a Python number; return any other value unchanged."""
     return value.item() if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)) else value
 
 
 @dataclass(frozen=True)
 class Reward:
-    """A verdict: ``score`` is what the algorithm sees; an error is a status, never a silent 0."""
+    """A verdict: ``score`` is the algorithm's input; an error is a status, never a silent 0."""
 
     score: float
     status: RewardStatus
@@ -164,7 +163,7 @@ class Reward:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """Sufficient statistics of a whole group's rewards (std is the unbiased one; 0 for all-equal and single groups)."""
+    """Sufficient statistics of a whole group's rewards (unbiased std; 0 for equal rewards and groups of one)."""
 
     mean: float
     std: float
@@ -173,8 +172,8 @@ class GroupStats:
 
 @dataclass(frozen=True)
 class WeightsSpan:
-    """Tokens ``[start, end)`` of a turn that one set of weights sampled. The spans tile the turn, and their versions
-    never decrease: an engine goes on with newer weights, never with older ones."""
+    """Tokens ``[start, end)`` of a turn, sampled with one version of the weights. The spans tile the turn. Their
+    versions never decrease, because an engine continues only with newer weights."""
 
     start: int
     end: int
@@ -183,30 +182,29 @@ class WeightsSpan:
 
 @dataclass(frozen=True, eq=False)
 class Turn:
-    """Tokens that one author wrote, exactly as the engine computed with them."""
+    """Tokens that one author wrote, exactly as the engine processed them."""
 
     author: Author
     token_ids: np.ndarray
-    """int32 [T]. Of a model: as it sampled them, the end-of-sequence token included. Of others: with all that the chat
-    template puts around them, and each image's placeholder as many times as the image has vectors."""
+    """int32 [T]. A model's turn: as sampled, with the end-of-sequence token. Other turns: with the chat template's
+    tokens around them, and each image's placeholder repeated once for each vector of the image."""
     follows: int = -1
-    """Index of the turn that it continues; -1 for a turn that nothing comes before. A turn that does not follow its
-    neighbour starts again from an earlier one: a context that was rewritten, or a sub-agent's."""
+    """Index of the turn that it continues; -1 for a first turn. If that is not the previous turn, the context was
+    rewritten or belongs to a sub-agent."""
     logp: np.ndarray | None = None
     """float32 [T] of a model's turn: log-prob of each token under the distribution that the engine sampled from
     (temperature applied)."""
     spans: tuple[WeightsSpan, ...] = ()
-    """Weights of a model's turn."""
+    """Weights versions of a model's turn."""
     finish_reason: FinishReason | None = None
-    """Reason why a model's turn ended."""
+    """Finish reason of a model's turn."""
     reward: float | None = None
-    """Reward of this turn alone, where an environment or a workflow gave one; in the loss with
-    ``algorithm.turn_rewards``."""
+    """Reward of this turn alone, if an environment or a workflow gave one; used by ``algorithm.turn_rewards``."""
     images: tuple[str, ...] = ()
-    """Digests of the files (``file_digest``) of the images that its tokens have placeholders for, in order."""
+    """Digests (``file_digest``) of the image files behind its placeholders, in order."""
     routing: np.ndarray | None = None
-    """int8 or int16 [N, L, K] of a model's turn: ids of the K experts that the engine chose in each of L layers with
-    experts, for the N tokens of its line, up to its last but one, of which no earlier turn has them."""
+    """int8 or int16 [N, L, K] of a model's turn: ids of the K experts that the engine chose in each of L MoE layers. N
+    counts the tokens of its line, without the last, that earlier turns have no routing for."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -214,31 +212,31 @@ class Turn:
 
 @dataclass(frozen=True, eq=False)
 class Segment:
-    """Tokens of one response of the model that an engine has sampled in one go."""
+    """Consecutive tokens of one response that an engine sampled in a single request."""
 
     index: int
     """Index of the trajectory in its group."""
     turn: int
-    """Number of the response among those that the trajectory has asked for."""
+    """Number of the response among those that the trajectory has requested."""
     start: int
-    """Tokens of the response before it."""
+    """Number of tokens of the response before this segment."""
     context: str
-    """``digest_of`` the tokens that the response follows."""
+    """``digest_of`` the tokens before the response."""
     token_ids: np.ndarray
     """int32 [T]"""
     logp: np.ndarray
     """float32 [T]"""
     spans: tuple[WeightsSpan, ...]
-    """Weights that have sampled them, from 0 to T."""
+    """Weights versions that sampled the tokens, from 0 to T."""
     finish_reason: FinishReason | None = None
-    """Reason why the response ended with it; None where more tokens follow."""
+    """Finish reason, if the response ended with this segment; ``None`` if more tokens follow."""
     prompt_ids: np.ndarray | None = None
-    """int32 [P]; in the first segment after a prompt with images: its ids with placeholders expanded."""
+    """int32 [P]: prompt ids with expanded placeholders; only in the first segment after a prompt with images."""
     routing: np.ndarray | None = None
-    """int8 or int16 [N, L, K], as of a turn."""
+    """int8 or int16 [N, L, K], as in ``Turn.routing``."""
 
     def before(self, dead: Collection[str]) -> Segment | None:
-        """Return the part before the first token of a ``dead`` version; None if that is the first one."""
+        """Return the part before the first token of a ``dead`` version; ``None`` if that part is empty."""
         cut = min((span.start for span in self.spans if str(span.version) in dead), default=len(self.token_ids))
         if cut == len(self.token_ids):
             return self
@@ -252,7 +250,7 @@ class Segment:
 
 
 class ImagesAt(NamedTuple):
-    """Tokens ``[start, end)`` of a sample, which have placeholders for images and none that the model has written."""
+    """Tokens ``[start, end)`` of a sample with placeholders of images; none of them was written by the model."""
 
     start: int
     end: int
@@ -261,25 +259,25 @@ class ImagesAt(NamedTuple):
 
 
 class TrainingSample(NamedTuple):
-    """A sequence to train on; the tokens of the prompt are in no loss."""
+    """A sequence to train on; the prompt's tokens are not in the loss."""
 
     prompt_ids: np.ndarray
     """int32 [P], at least one."""
     response_ids: np.ndarray
     """int32 [R]"""
     response_mask: np.ndarray
-    """bool [R]; True for tokens that the model wrote and that no earlier sample of the trajectory trains."""
+    """bool [R]: True for tokens that the model wrote and no earlier sample of the trajectory trains."""
     engine_logp: np.ndarray
     """float32 [R]; 0 where the mask is False."""
     finish_reason: FinishReason
-    """Reason why the last turn ended."""
+    """Finish reason of the last turn."""
     lag: np.ndarray | None = None
-    """int16 [R]: steps by which the weights that sampled each token are behind those that the step starts from, 0 where
-    the mask is False. None where every token has lag 0."""
+    """int16 [R]: staleness of each token's weights in steps, against the weights at the step's start; 0 where the mask
+    is False. ``None`` if every token has lag 0."""
     images: tuple[ImagesAt, ...] = ()
     routing: np.ndarray | None = None
-    """int8 or int16 [P + R - 1, L, K]: ids of the experts that the engine chose for each token but the last, in each
-    layer with experts. None where engines record none."""
+    """int8 or int16 [P + R - 1, L, K]: expert ids that the engine chose for each token but the last, in each MoE layer.
+    ``None`` if engines record none."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,26 +288,26 @@ class Trajectory:
     task_id: str
     group_id: str
     index: int
-    """Number among those that were sampled for the group, from 0; ``GREEDY`` for the greedy one. At least
-    ``group_size`` where a spare one is a member (``rollout.spare``)."""
+    """Number in the group, from 0; ``GREEDY`` for the greedy one. At least ``group_size`` for a spare trajectory that
+    became a member (``rollout.spare``)."""
     group_size: int
     turns: tuple[Turn, ...]
-    """In the order in which they were written; the first is the prompt, the last model's turn is the answer."""
+    """Turns in the order written; the first is the prompt, the model's last one is the answer."""
     reward: Reward
     group_stats: GroupStats | None = None
-    """Set once the group is whole."""
+    """Set once the group is complete."""
     metadata: dict[str, Any] = field(default_factory=dict)
     greedy: Trajectory | None = None
-    """The greedy attempt at the same task, where the rollout asked for one (ReMax's baseline)."""
+    """Greedy attempt at the same task, if the rollout requested one (ReMax's baseline)."""
     cause: End | None = None
-    """End that the workflow has named; None: by the reward's status and the model's last turn."""
+    """End set by the workflow; ``None``: derived from the reward's status and the model's last turn."""
     images: Mapping[str, bytes] = field(default_factory=dict, repr=False)
-    """Digest -> file of each image of its turns that is none of the task's. The store gives them back by themselves
+    """Digest -> file of each image in its turns that is not in the task. The store returns these separately
     (``Store.groups.images``)."""
 
     @property
     def end(self) -> End:
-        """Cause of its end. A missing verdict comes before an end by the policy, which has a reward."""
+        """Cause of its end. A missing verdict takes precedence over an end by the policy."""
         if self.reward.status in ("error", "timeout", "late") and (self.cause is None or self.cause.by_policy):
             return End(f"reward_{self.reward.status}")
         reasons = [turn.finish_reason for turn in self.turns if turn.author == "model"][-1:]
@@ -327,35 +325,35 @@ class Trajectory:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Reason why the model's last turn ended."""
+        """Finish reason of the model's last turn."""
         reason = self.response.finish_reason
         assert reason is not None, "every turn of a model ended for a reason"
         return reason
 
     @property
     def truncated(self) -> bool:
-        """True if a limit cut any turn of the model, or ended the trajectory."""
+        """True if a limit truncated any turn of the model, or ended the trajectory."""
         return self.cause is End.TRUNCATED or any(
             turn.finish_reason == "length" for turn in self.turns if turn.author == "model"
         )
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the first turn."""
+        """Number of tokens in the first turn."""
         return len(self.prompt)
 
     @property
     def response_length(self) -> int:
-        """Tokens that the model wrote."""
+        """Number of tokens that the model wrote."""
         return sum(len(turn) for turn in self.turns if turn.author == "model")
 
     def samples(self, lags: Mapping[WeightsVersion, int] | None = None) -> Iterator[TrainingSample]:
-        """Yield one sample for each line of turns, from a first turn to one that nothing follows.
+        """Yield one sample per line: a chain of turns from a first turn to one that no turn follows.
 
-        Lines that share turns of the model train them once, in the first. Usually there is one line.
+        A turn of the model shared by several lines is trained only in the first line. Usually there is one line.
 
         Args:
-            lags: Lag of every version that has sampled some of the tokens; None where all are 0.
+            lags: Lag of every version that sampled some of the tokens; ``None`` if all are 0.
         """
         for line, new in self.trained_lines():
             before, after = line[: line.index(new[0])], line[line.index(new[0]) : line.index(new[-1]) + 1]
@@ -367,13 +365,13 @@ class Trajectory:
         return sum(1 for _ in self.trained_lines())
 
     def answered(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return int32 [P] and [R]: the context of the model's last turn, and that turn."""
+        """Return int32 [P] and [R]: the context of the model's last turn, and the turn itself."""
         *before, response = (self.turns[i].token_ids for i in self._answered_line)
         return _joined(before), response
 
     @property
     def answered_images(self) -> tuple[ImagesAt, ...]:
-        """Images of ``answered``, its two parts one after the other."""
+        """Images of the concatenated parts of ``answered``."""
         return tuple(_images_at([self.turns[i] for i in self._answered_line]))
 
     @property
@@ -381,7 +379,7 @@ class Trajectory:
         return line_of_turns(self.turns, max(i for i, turn in enumerate(self.turns) if turn.author == "model"))
 
     def trained_lines(self) -> Iterator[tuple[list[int], list[int]]]:
-        """Yield each line of turns that has turns to train, and those turns."""
+        """Yield each line (chain of turns) that has turns to train, with those turns."""
         trained: set[int] = set()
         followed = {turn.follows for turn in self.turns}
         for line in (line_of_turns(self.turns, last) for last in range(len(self.turns)) if last not in followed):
@@ -395,20 +393,19 @@ LARGEST_LAG = int(np.iinfo(np.int16).max)
 
 
 def file_digest(file: bytes) -> str:
-    """Digest of an image's file."""
+    """SHA-256 of an image file."""
     return hashlib.sha256(file).hexdigest()
 
 
 def digest_of(token_ids: np.ndarray, images: Sequence[str] = ()) -> str:
-    """Digest of the tokens that a response follows, and of the images (their digests) that these have placeholders
-    for."""
+    """Digest of the tokens before a response and of their images (``images``: file digests)."""
     found = hashlib.blake2b(np.ascontiguousarray(token_ids, "<i4").tobytes(), digest_size=8)
     found.update("".join(images).encode())
     return found.hexdigest()
 
 
 def line_of_turns(turns: Sequence[Turn], last: int) -> list[int]:
-    """Return the indices of the turns from one that follows nothing to ``last``."""
+    """Return the indices of the turns from a first turn to ``last``."""
     line = [last]
     while (before := turns[line[-1]].follows) >= 0:
         line.append(before)
@@ -433,7 +430,7 @@ def _sample(
 
 
 def routing_of(turns: Sequence[Turn]) -> np.ndarray | None:
-    """Expert ids of the tokens of a line of turns, [N, L, K]; None where its turns have none."""
+    """Expert ids of the tokens of a line of turns, [N, L, K]; ``None`` if the turns have none."""
     found = [turn.routing for turn in turns if turn.routing is not None]
     return _joined(found) if found else None
 
@@ -447,7 +444,7 @@ def _images_at(turns: Sequence[Turn]) -> Iterator[ImagesAt]:
 
 
 def _lag(turn: Turn, lags: Mapping[WeightsVersion, int]) -> np.ndarray:
-    """Lag of each token, int16 [T]; all 0 without ``lags``. A replayed token's is at most what fits."""
+    """Lag of each token, int16 [T]; all 0 without ``lags``. Limited to ``LARGEST_LAG``, for replayed tokens."""
     result = np.zeros(len(turn), np.int16)
     for span in turn.spans if lags else ():
         result[span.start : span.end] = min(lags[span.version], LARGEST_LAG)
@@ -466,7 +463,7 @@ TEACHER = "teacher"
 
 @dataclass(frozen=True)
 class Outcome:
-    """A Trajectory without its tokens: what a step needs of it once the batch has them."""
+    """A trajectory without its tokens, for the rest of a step once the batch has them."""
 
     rollout_id: str
     group_id: str
@@ -480,13 +477,13 @@ class Outcome:
     num_turns: int = 2
     """Turns of all authors, the prompt included."""
     tool_calls: int | None = None
-    """None where responses were not read for tool calls."""
+    """``None`` if responses were not searched for tool calls."""
     teacher: str | None = None
-    """Name of its teacher; None where it has none."""
+    """Name of its teacher; None without one."""
 
     @classmethod
     def of(cls, t: Trajectory) -> Outcome:
-        """Take the facts of a trajectory, without its tokens."""
+        """Copy the facts of a trajectory, without its tokens."""
         greedy = None if t.greedy is None else cls.of(t.greedy)
         return cls(
             t.rollout_id,
@@ -505,5 +502,5 @@ class Outcome:
 
 
 def name_of(one: Trajectory | Outcome) -> str:
-    """Name of a trajectory in messages."""
+    """Name of a trajectory for messages."""
     return f"trajectory {one.index} of group {one.group_id}"

@@ -1,25 +1,25 @@
-"""Text that every file, database and pipe can hold; texts that repeat."""
+"""Make text storable in every file, database and pipe; recognise repeated texts."""
 
 from __future__ import annotations
 
 import re
 
 KINDS = 1000
-"""Most kinds that are remembered: a text of the model's own in each would fill the memory."""
+"""Most kinds remembered: if each contained text from the model, they would fill the memory."""
 
 
 def without_surrogates(text: str) -> str:
-    """Replace surrogate characters by ``?``: UTF-8, and so files, databases and pipes, cannot hold them."""
+    """Replace surrogate characters by ``?``: UTF-8 files, databases and pipes cannot store them."""
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def kind_of_text(text: str) -> str:
-    """Return the text without its numbers, which is the same for repeats of one message."""
+    """Return the text with ``#`` for each number, so that repeats of one message are equal."""
     return re.sub(r"\d+", "#", text)
 
 
 class Repeats:
-    """Remember which texts there were, numbers aside."""
+    """Remembers which texts have appeared, ignoring numbers."""
 
     def __init__(self) -> None:
         self._seen: set[str] = set()

@@ -1,4 +1,4 @@
-"""Warning about responses that end at the limit of their length, for the job's log, terminal and report."""
+"""Warn about responses truncated at the length limit, in the job's log, terminal and report."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from collections.abc import Mapping
 METRIC = "response_length/clip_ratio"
 """Share of a step's responses that were truncated."""
 MANY = 0.25
-"""Share from which the limit, and not the policy, decides what is learned."""
+"""Minimum share of truncated responses for a warning: the limit, not the policy, then decides what is learned."""
 
 
 class TruncationWarning:
-    """Warns once of each start of a job."""
+    """Warns once per start of a job."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._warned = limit, False
 
     def warning(self, metrics: Mapping[str, float]) -> str | None:
-        """Text about a step with many truncated responses; None for others, and after the first."""
+        """Return a warning for a step with many truncated responses; ``None`` otherwise, and after the first one."""
         if self._warned or (text := truncation(metrics, self._limit)) is None:
             return None
         self._warned = True
@@ -25,7 +25,7 @@ class TruncationWarning:
 
 
 def truncation(metrics: Mapping[str, float], limit: int) -> str | None:
-    """Text about a step's metrics where many responses were truncated at ``limit`` tokens."""
+    """Return a warning if many responses of a step were truncated at ``limit`` tokens, else ``None``."""
     if (share := metrics.get(METRIC, 0.0)) < MANY:
         return None
     return (

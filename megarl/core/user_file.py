@@ -1,4 +1,4 @@
-"""Import of Python files that users write: generators, algorithms, reward functions."""
+"""Import Python files that users write: generators, algorithms, reward functions."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ T = TypeVar("T")
 
 
 def import_file(path: str, setting: str, wanted: str) -> ModuleType:
-    """Run the file that a setting names. Raises ConfigError, with the setting and the line at fault, if that is not
-    possible."""
+    """Import the file that a setting names. Raises ConfigError with the setting and the failing line if that fails."""
     where = f"{setting}={path}"
     if not Path(path).is_file():
         raise ConfigError(f"{where}: no such file; give a Python file with {wanted}")
@@ -24,7 +23,7 @@ def import_file(path: str, setting: str, wanted: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: not a Python file, whose name ends in .py; give one with {wanted}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and typing look there for the names in annotations
+    sys.modules[name] = module  # dataclasses and typing look up annotations there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -34,8 +33,7 @@ def import_file(path: str, setting: str, wanted: str) -> ModuleType:
 
 
 def import_value(path: str, setting: str, name: str, kind: type[T]) -> T:
-    """Value ``name`` of the file, an instance of one of megarl's public classes. Raises ConfigError as ``import_file``
-    does."""
+    """Return variable ``name`` of the file, an instance of the public class ``kind``. Errors as in ``import_file``."""
     public = f"{'.'.join(kind.__module__.split('.')[:3])}.{kind.__name__}"
     value = getattr(import_file(path, setting, f"{name}, a {public}"), name, None)
     if not isinstance(value, kind):

@@ -1,7 +1,7 @@
-"""Processors of images without their part for videos, which asks for torchvision.
+"""Image processors without their video part, which needs torchvision.
 
-transformers' processor of Qwen2.5-VL holds a video processor, and makes none without torchvision. That has no build for
-CPU on the package index, and megarl takes images only.
+transformers' Qwen2.5-VL processor contains a video processor, and fails without torchvision. torchvision has no CPU
+build on the package index, and megarl takes images only.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 
 def do_without_videos() -> None:
-    """Let Qwen2.5-VL's processor be made of image processor and tokenizer alone where torchvision is missing.
+    """If torchvision is missing, build Qwen2.5-VL's processor from image processor and tokenizer alone.
 
-    To be called in every process that opens a processor; a second call changes nothing. Takes 0.04 s where
-    transformers is imported.
+    Call it in every process that opens a processor; a second call changes nothing. Takes 0.04 s.
     """
     from transformers.utils import is_torchvision_available
 
@@ -27,12 +26,12 @@ def do_without_videos() -> None:
 
     processor: Any = processing_qwen2_5_vl.Qwen2_5_VLProcessor
     processor.__init__ = _init
-    processor.video_processor = SimpleNamespace(valid_kwargs=VideosKwargs)  # vLLM asks for the names of its arguments
-    # vLLM takes smart_resize from the module that imports torchvision; this one has the same function.
+    processor.video_processor = SimpleNamespace(valid_kwargs=VideosKwargs)  # vLLM reads the names of its arguments
+    # vLLM imports smart_resize from the module that needs torchvision; this module has the same function.
     sys.modules.setdefault(f"{pil.__package__}.image_processing_qwen2_vl", pil)
 
 
-# transformers reads off this signature what a processor is made of.
+# transformers reads the processor's parts from this signature.
 def _init(
     self: Any, image_processor: Any = None, tokenizer: Any = None, chat_template: Any = None, **unused: Any
 ) -> None:

@@ -1,6 +1,6 @@
 """Models, losses and their training, on every grid of ranks.
 
-Code here works on tensors and Megatron-Core. It knows no store, no engine and no task.
+Code here works on tensors and Megatron-Core, without store, engines or tasks.
 """
 
 FACE = (

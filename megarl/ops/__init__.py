@@ -1,6 +1,6 @@
-"""Kernels for log-probs, entropies, advantages, policy loss and digests, each beside its plain reference.
+"""Kernels for log-probs, entropies, advantages, policy loss and digests, each with a plain reference.
 
-Code here imports no other package of megarl. It takes tensors and returns tensors.
+Code here imports no other package of megarl. Functions take and return tensors.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ __all__ = [
 
 
 def has_cuda_kernels() -> bool:
-    """Was the extension built with the CUDA kernels?"""
+    """True if the extension was built with the CUDA kernels."""
     return hasattr(native.library, "cuda")
 
 
 def backend() -> dict[str, str]:
-    """Code that the ops run on CPU tensors and on CUDA tensors, and the extension's file."""
+    """Implementation that the ops use for CPU and for CUDA tensors, and the path of the extension."""
     extension = native.library
     if native.twin():
         return {"CPU and CUDA tensors": "plain torch (trainer.kernels=torch)", "extension": str(extension.__file__)}

@@ -23,21 +23,21 @@ def gae(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """δ_t = r_t + γ V_{t+1} − V_t;  A_t = δ_t + γ λ A_{t+1};  returns R_t = A_t + V_t (Schulman et al., 1506.02438).
 
-    No whitening, and no gradient: the results are constants of the loss. The recursion runs in float64, and gives a
-    sequence the same bits whatever sequences surround it.
+    No whitening and no gradient: the results are constants of the loss. The recursion runs in float64. Results of a
+    sequence are bitwise independent of the other sequences.
 
     Args:
         rewards, values: float32 [T].
-        cu_seqlens: int32 or int64 [N + 1], from 0 to T, never decreasing. On a GPU this is not looked at (the CPU would
-            wait for the device): what it holds is clamped into [0, T], and tokens of no sequence get 0.
+        cu_seqlens: int32 or int64 [N + 1], from 0 to T, never decreasing. Unchecked on a GPU, where a check would make
+            the CPU wait: values are clamped into [0, T], and tokens outside all sequences get 0.
         gamma, lam: in [0, 1].
-        bootstrap: float32 [N], the value of the state after each sequence's last token: 0 for a finished sequence.
+        bootstrap: float32 [N], value of the state after each sequence's last token; 0 for a finished sequence.
 
     Returns:
         (advantages, returns), float32 [T].
 
     Raises:
-        TypeError, ValueError: naming the argument that does not fit.
+        TypeError, ValueError: an argument is invalid; the text names it.
     """
     if native.twin():
         return gae_reference(rewards, values, cu_seqlens, gamma=gamma, lam=lam, bootstrap=bootstrap)
@@ -53,7 +53,7 @@ def discounted_returns(
 ) -> torch.Tensor:
     """R_t = r_t + γ R_{t+1}, with ``bootstrap`` after the last token: :func:`gae` with values 0 and λ = 1.
 
-    Arguments, result (float32 [T]) and errors as there.
+    Same arguments and errors as ``gae``; returns float32 [T].
     """
     checks.tensor("rewards", rewards, dtypes=checks.REFERENCE if native.twin() else (native.real(),))
     return gae(rewards, torch.zeros_like(rewards), cu_seqlens, gamma=gamma, lam=1.0, bootstrap=bootstrap)[1]
@@ -84,16 +84,15 @@ def packed_gae(
     gamma: float,
     lam: float,
 ) -> torch.Tensor:
-    """:func:`gae` as [2, T]. (One block of memory: two that are freed together go back to the system,
-    and its pages cost more than the arithmetic.)"""
+    """:func:`gae` as one [2, T] tensor. Two tensors freed together would go back to the system, and cost new pages."""
     cu_seqlens = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam)
     checks.rising("cu_seqlens", cu_seqlens, rewards.shape[0])
     rewards, values, bootstrap = rewards.contiguous(), values.contiguous(), bootstrap.contiguous()
     tokens, sequences = rewards.shape[0], cu_seqlens.shape[0] - 1
-    # The CPU's cu_seqlens were checked: every token is written.
+    # On the CPU cu_seqlens was checked, so every token is written.
     empty = rewards.new_empty if rewards.device.type == "cpu" else rewards.new_zeros
     results = empty(2, tokens)
-    # Few long sequences leave most of a GPU idle when each is one block's work. Either way gives the same bits.
+    # A few long sequences at one block each leave most of a GPU idle. Both ways give the same bits.
     slots = native.library.gae_slots(sequences, tokens)
     few_long = sequences < 128 and slots > 4 * sequences
     scratch = rewards.new_empty(slots if few_long else 0, dtype=torch.float64)
@@ -124,7 +123,7 @@ def gae_reference(
     lam: float,
     bootstrap: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference for :func:`gae`, a plain loop; float32 or float64, as the result then is."""
+    """Reference for :func:`gae`, a plain loop; float32 or float64, like the result."""
     _check_reference(rewards, values, cu_seqlens, bootstrap, gamma, lam)
     advantages = torch.zeros_like(rewards, dtype=torch.float64)
     r, v = rewards.double(), values.double()
@@ -145,7 +144,7 @@ def _check(
     lam: float,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> torch.Tensor:
-    """``cu_seqlens`` as contiguous int64. ``dtypes``: what the kernels take, if None."""
+    """Return ``cu_seqlens`` as contiguous int64. ``dtypes``: allowed dtypes; ``None`` for the kernels' dtype."""
     checks.tensor("rewards", rewards, dtypes=dtypes or (native.real(),), shape=(None,))
     checks.tensor("values", values, dtypes=(rewards.dtype,), shape=tuple(rewards.shape), like=rewards)
     offsets = checks.offsets("cu_seqlens", cu_seqlens, like=rewards)
@@ -163,6 +162,6 @@ def _check_reference(
     gamma: float,
     lam: float,
 ) -> None:
-    """Check the input of the references, which take float64 too: gradient checks and exact values come from them."""
+    """Check the references' arguments; float64 is allowed too, for exact values and gradient checks."""
     offsets = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam, dtypes=checks.REFERENCE)
     checks.rising("cu_seqlens", offsets, rewards.shape[0])

@@ -1,4 +1,4 @@
-"""Argument checks of the ops: the C++ core trusts its pointers, so each fault is named here."""
+"""Argument checks of the ops: the C++ core trusts its pointers, so errors are found and named here."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def tensor(
     """Raise TypeError or ValueError naming ``name`` unless ``x`` is a tensor of one of ``dtypes`` on a CPU or a GPU.
 
     Args:
-        shape: expected sizes, None for any.
-        like: a tensor on whose device ``x`` must lie.
+        shape: expected sizes; ``None`` for any size.
+        like: tensor on the device where ``x`` must be.
     """
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -40,10 +40,10 @@ def tensor(
 
 
 def offsets(name: str, cu: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
-    """Raise TypeError or ValueError naming ``name`` unless ``cu`` can be the [N + 1] offsets of packed rows.
+    """Raise TypeError or ValueError naming ``name`` unless ``cu`` has the type and shape of [N + 1] packed row offsets.
 
     Returns:
-        ``cu`` as contiguous int64. What it holds is for :func:`rising`.
+        ``cu`` as contiguous int64. :func:`rising` checks the values.
     """
     tensor(name, cu, dtypes=(torch.int32, torch.int64), shape=(None,), like=like)
     if cu.shape[0] == 0:
@@ -52,9 +52,9 @@ def offsets(name: str, cu: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
 
 
 def rising(name: str, cu: torch.Tensor, tokens: int) -> None:
-    """Raise ValueError unless ``cu`` rises from 0 to ``tokens``. Looked at on the CPU only: elsewhere the CPU would
-    wait for the device, and kernels clamp what it holds instead. While a compiler traces, values are not known; they
-    are inside of an op, when it runs."""
+    """Raise ValueError unless ``cu`` rises from 0 to ``tokens``; checks CPU tensors only. On a GPU the CPU would have
+    to wait, so kernels clamp the values instead. While a compiler traces, the values are unknown; the op checks them
+    when it runs."""
     if torch.compiler.is_compiling() or cu.device.type != "cpu":
         return
     if cu[0] != 0 or cu[-1] != tokens or bool((cu.diff() < 0).any()):
@@ -62,10 +62,10 @@ def rising(name: str, cu: torch.Tensor, tokens: int) -> None:
 
 
 def number(name: str, x: float, *, low: float = -math.inf, high: float = math.inf, finite: bool = True) -> None:
-    """Raise TypeError or ValueError naming ``name`` unless ``x`` is an int or float within [low, high], and no NaN."""
+    """Raise TypeError or ValueError naming ``name`` unless ``x`` is an int or float within [low, high], not NaN."""
     if not isinstance(x, int | float) or isinstance(x, bool):
         raise TypeError(f"{name} must be a number, got {type(x).__name__}")
-    # Comparisons alone: a compiler may trace x as a symbol.
+    # Only comparisons: a compiler may trace x as a symbol.
     if finite and not -math.inf < x < math.inf:
         raise ValueError(f"{name} must be finite, got {x}")
     if not low <= x <= high:
@@ -74,7 +74,7 @@ def number(name: str, x: float, *, low: float = -math.inf, high: float = math.in
 
 
 def device(name: str, x: torch.Tensor, *, meta: bool = False) -> None:
-    """Raise ValueError unless ``x`` lies where there are kernels, or on meta where only its shape is asked for."""
+    """Raise ValueError unless ``x`` is on a device with kernels, or on meta if ``meta`` allows it."""
     if x.device.type not in ("cpu", "cuda") and not (meta and x.is_meta):
         raise ValueError(f"{name} is on {x.device}; megarl's kernels run on CPU and CUDA tensors, move it with .cpu()")
 

@@ -1,14 +1,14 @@
-"""A 64-bit checksum of tensors whose parts add up: both sides of a weight sync compare without moving weights.
+"""A 64-bit checksum of tensors that adds up over parts: both sides of a weight sync compare it without moving weights.
 
-The logical tensor is read as bytes, little endian, its elements in row-major order, and cut into blocks of 8 bytes. A
-block whose bits are v (elements that are not there count as 0) and that has n elements adds ``(v + (v >> 32) + n) ·
-K(block)``, modulo 2**64. This is linear in the elements, so any split into boxes adds up, even one that cuts through a
-block.
+The logical tensor's elements, in row-major order, are bytes in little endian, cut into blocks of 8. A block adds
+``(v + (v >> 32) + n) · K(block)`` mod 2**64: v is the block as an integer (missing elements count as 0), n its number
+of elements. The digest is linear in the elements. So the digests of any split into boxes add up, even one that cuts
+through a block.
 
-K is odd, so a change within one block is always seen, but for blocks whose upper 32 bits are all ones. Changes in
-several blocks go unseen with the chance of a random 64-bit number being a multiple of 2**(64 − z), where z ≤ 31 is the
-number of low bits (of its 32-bit word) that every change leaves alone. It is a checksum, no protection from someone who
-seeks a collision.
+K is odd, so a change within one block is always detected, except for blocks with upper 32 bits of all ones. Changes in
+several blocks go undetected with the probability that a random 64-bit number is a multiple of 2**(64 − z). z ≤ 31 is
+the number of low bits, of their 32-bit words, that none of the changes touches. This is no protection against
+deliberate collisions.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ _MAX_DIMS = 8
 
 
 Box = tuple[torch.Tensor, Sequence[int], Sequence[int]]
-"""A box ``x`` of a logical tensor: x, start (index of x's first element in the logical tensor), shape (sizes of the
-logical tensor)."""
+"""A box ``x`` of a logical tensor: x, start (index of x's first element there), shape (of the logical tensor)."""
 
 
 def slice_digest(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> int:
-    """Digest of one box, as :func:`slice_digests` gives it; waits for the device.
+    """Digest of one box, as in :func:`slice_digests`; waits for the device.
 
     Returns:
         An integer in [0, 2**64).
@@ -40,20 +39,20 @@ def slice_digest(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int])
 
 
 def slice_digests(boxes: Sequence[Box]) -> torch.Tensor:
-    """Digests of many boxes, in one launch and without waiting for the device.
+    """Digests of many boxes, in one launch, without waiting for the device.
 
-    The sum of the digests of disjoint boxes, modulo 2**64, is the digest of what they make up together.
+    The sum of the digests of disjoint boxes, modulo 2**64, is the digest of their union.
 
     Args:
-        boxes: (x, start, shape) each. x has any dtype of 1, 2, 4 or 8 bytes, any strides, and as many dimensions (up
-            to 8) as the logical tensor; all lie on one device. On a GPU 240 bytes a box are copied there, and are
-            freed, in the order of the current stream; one box alone needs none. At most 2**30 boxes and 8 TiB there.
+        boxes: (x, start, shape) each. x has any dtype of 1, 2, 4 or 8 bytes, any strides, and as many dimensions (up to
+            8) as the logical tensor; all are on one device. On a GPU several boxes need 240 bytes each, copied and
+            freed in the order of the current stream. At most 2**30 boxes and 8 TiB there.
 
     Returns:
-        int64 [boxes] on that device, on the CPU without boxes. :func:`digest_values` makes integers of it.
+        int64 [boxes] on that device; on the CPU if there are no boxes. :func:`digest_values` converts it to integers.
 
     Raises:
-        TypeError, ValueError: for another device or element size, or a box that does not lie in its shape.
+        TypeError, ValueError: unsupported device or element size, or a box outside its shape.
     """
     if not boxes:
         return torch.empty(0, dtype=torch.int64, device="cpu")
@@ -67,7 +66,7 @@ def slice_digests(boxes: Sequence[Box]) -> torch.Tensor:
 
 
 def digest_values(digests: torch.Tensor) -> list[int]:
-    """Integers in [0, 2**64) of int64 [n] digests; waits for the device."""
+    """Convert int64 [n] digests to integers in [0, 2**64); waits for the device."""
     return [digest % 2**64 for digest in digests.tolist()]
 
 
@@ -76,7 +75,7 @@ def digest_values(digests: torch.Tensor) -> list[int]:
     fake=lambda xs, starts, shapes: xs[0].new_empty(len(xs), dtype=torch.int64),
 )
 def digests(xs: Sequence[torch.Tensor], starts: Sequence[int], shapes: Sequence[int]) -> torch.Tensor:
-    """:func:`slice_digests` of at least one box; the starts of all boxes follow one another, and so do the shapes."""
+    """:func:`slice_digests` of at least one box; ``starts`` and ``shapes`` are concatenated over the boxes."""
     device, rows, at = xs[0].device, list[int](), 0
     for x in xs:
         dims = x.dim()
@@ -105,7 +104,7 @@ def slice_digest_reference(x: torch.Tensor, *, start: Sequence[int], shape: Sequ
     """Reference for :func:`slice_digest`, in numpy, element by element."""
     _check(x, start, shape)
     size = x.element_size()
-    # A copy: numpy's view of a storage would keep it from being freed by resize_(0) ever after.
+    # A copy, because a numpy view of the storage would stop resize_(0) from freeing it.
     copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
     as_integers = copy.view(_INTEGERS[size]).numpy()
     index = np.zeros(tuple(x.shape), dtype=np.uint64)
@@ -123,7 +122,7 @@ def slice_digest_reference(x: torch.Tensor, *, start: Sequence[int], shape: Sequ
 
 
 def _row_major_steps(shape: Sequence[int]) -> list[int]:
-    """Distance in the flat index of neighbours along each dimension."""
+    """Distance in the flat index between neighbours along each dimension."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 

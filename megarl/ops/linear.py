@@ -1,17 +1,16 @@
-"""Log-prob and entropy straight from hidden states: the LM head's GEMM and ``ops.logprob`` over one buffer of logits.
+"""Log-prob and entropy directly from hidden states: the LM head's GEMM and ``ops.logprob`` over one buffer of logits.
 
 Shape legend: T rows (tokens), H hidden size, V columns of this shard, R ranks of the group, c rows of a chunk.
 
-Three ways, by what becomes of the logits:
+Three modes differ in how they treat the logits:
 
 - **A** keeps them: one GEMM into [T, V]; the backward writes the gradient over them.
-- **B** (:func:`linear_logprob_loss`) asks the loss for its gradient chunk by chunk in the forward pass, so nothing is
-  computed twice: three GEMMs a chunk and one buffer of [c, V]. The loss must be a sum over rows.
-- **C** computes a chunk's logits again in the backward: four GEMMs a chunk and one buffer of [c, V], any loss.
+- **B** (:func:`linear_logprob_loss`) gets the loss's gradient chunk by chunk in the forward pass, so nothing is
+  recomputed: three GEMMs a chunk and one buffer of [c, V]. The loss must be a sum over rows.
+- **C** recomputes a chunk's logits in the backward: four GEMMs a chunk and one buffer of [c, V], any loss.
 
-A byte budget for the logits picks A or C, and c. The kernels give a row the same bits whatever surrounds it; whether a
-GEMM does, when its number of rows changes, is cuBLAS's and oneDNN's to say: results of different budgets agree to
-round-off.
+A byte budget for the logits selects A or C, and c. The kernels' results for a row are bitwise independent of other
+rows. cuBLAS and oneDNN may change a row's bits with the GEMM's number of rows, so budgets agree only to round-off.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ import torch.nn.functional as F
 from megarl.ops import checks, logprob, native
 
 ChunkLoss = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
-"""(logp [c], entropy [c], the rows that these are of) -> scalar: this chunk's share of the loss."""
+"""(logp [c], entropy [c], slice of their rows) -> scalar: this chunk's share of the loss."""
 
 
 def linear_logprob(
@@ -44,27 +43,27 @@ def linear_logprob(
     Args:
         hidden: [T, H] float32, bfloat16 or float16, the same on all ranks of the group.
         weight: [V, H] of the same dtype: this rank's rows ``vocab_start .. vocab_start + V`` of the LM head; every rank
-            of the group has equally many.
+            of the group has the same number of rows.
         targets, group, vocab_start, vocab_size, temperature: as in :func:`vocab_parallel_logprob`.
-        logits_bytes: most bytes of logits that may exist at a time; None keeps them all (A). When T·V elements are
-            more, chunks of rows that fit share one buffer, and the backward computes them again (C).
+        logits_bytes: maximum bytes of logits at a time; ``None`` keeps all (A). If T·V elements exceed it, chunks of
+            rows share one buffer, and the backward recomputes them (C).
 
     Returns:
         (logp, entropy), float32 [T], equal on all ranks of the group.
 
-    The upstream gradient must be the same on all ranks. The gradient of ``hidden`` is **this rank's part**, to be
-    summed over the group by the caller (Megatron's ``copy_to_tensor_model_parallel_region`` and
-    ``gather_from_sequence_parallel_region`` do so); that of ``weight`` is whole. In half precision each chunk's product
-    for ``weight`` is rounded once, they are added up in float32, and the sum is rounded once.
+    The upstream gradient must be the same on all ranks. The gradient of ``hidden`` is **this rank's part**; the caller
+    must sum it over the group (Megatron's ``copy_to_tensor_model_parallel_region`` and
+    ``gather_from_sequence_parallel_region`` do so). The gradient of ``weight`` is complete. In half precision each
+    chunk's part of it is rounded once, the parts are summed in float32, and the sum is rounded once.
 
-    Memory beside arguments and gradients: A T·V elements; C ``logits_bytes`` plus 10 floats a row and, for weights in
-    half precision, V·H floats in which the chunks' gradients add up and at most ``logits_bytes`` of one's product.
+    Memory in addition to arguments and gradients: A T·V elements; C ``logits_bytes`` plus 10 floats a row. Weights in
+    half precision add V·H floats for the sum of the chunks' gradients, and ``logits_bytes`` at most for one part.
 
     Collectives: one all-gather of 4 floats a row.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or device, a target outside the vocabulary, or a
-            budget that does not hold one row of logits.
+            budget too small for one row of logits.
     """
     chunk = _check(hidden, weight, targets, group, vocab_start, vocab_size, temperature, logits_bytes)
     if native.twin():
@@ -101,25 +100,24 @@ def linear_logprob_loss(
     temperature: float = 1.0,
     logits_bytes: int | None = None,
 ) -> torch.Tensor:
-    """Sum of ``loss`` over chunks of rows, with its gradient computed chunk by chunk in this very call (B).
+    """Sum of ``loss`` over chunks of rows, with its gradient computed chunk by chunk in the forward pass (B).
 
     Args:
-        loss: called once for each chunk, in order of rows, as ``loss(logp, entropy, rows)`` with float32 [c] and the
-            slice of rows; returns a scalar whose sum over chunks is the loss. It must give the same on all ranks of the
-            group. Only its gradient in ``logp`` and ``entropy`` is taken: other tensors in it get none.
-        The others as in :func:`linear_logprob`.
+        loss: called once for each chunk, in row order, as ``loss(logp, entropy, rows)`` with float32 [c] tensors and
+            the slice of rows. Returns the chunk's share of the loss, a scalar that is the same on all ranks of the
+            group. Gradients reach only ``logp`` and ``entropy``, no other tensors.
+        The other arguments are those in :func:`linear_logprob`.
 
     Returns:
-        Scalar, differentiable in ``hidden`` and ``weight`` **once**: the backward scales the gradients that lie ready,
-        in place.
+        Scalar, differentiable in ``hidden`` and ``weight`` **once**: the backward scales the stored gradients in place.
 
-    Memory beside arguments and gradients: ``logits_bytes`` (None: T·V elements) plus O(c), and for weights in half
-    precision what :func:`linear_logprob` takes. Without gradients (``torch.no_grad``) the buffer alone.
+    Memory in addition to arguments and gradients: ``logits_bytes`` (``None``: T·V elements) plus O(c), and for weights
+    in half precision the same as :func:`linear_logprob`. Under ``torch.no_grad`` only the buffer.
 
     Collectives: one all-gather of 4 floats a row for each chunk.
 
     Raises:
-        TypeError, ValueError: as :func:`linear_logprob`, or ``loss`` returned no scalar.
+        TypeError, ValueError: as in :func:`linear_logprob`, or ``loss`` returned no scalar.
     """
     shard = (vocab_start, vocab_size, temperature)
     chunk = _check(hidden, weight, targets, group, *shard, logits_bytes)
@@ -143,7 +141,7 @@ def linear_logprob_loss(
 
 
 class _Recompute(torch.autograd.Function):
-    """Mode C."""
+    """Autograd function of mode C."""
 
     @staticmethod
     def forward(
@@ -182,7 +180,7 @@ class _Recompute(torch.autograd.Function):
 
 
 class _InForward(torch.autograd.Function):
-    """Mode B."""
+    """Autograd function of mode B."""
 
     @staticmethod
     def forward(
@@ -218,7 +216,7 @@ class _InForward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_total: torch.Tensor) -> tuple[Any, ...]:
-        # In place: a second backward gets autograd's error, because these tensors have changed since they were saved.
+        # In place: a second backward raises autograd's error, because the saved tensors have changed.
         # A loss scale of 65536 is infinite in half precision, so products are made in float32.
         gradients = ctx.saved_tensors
         for g in gradients:
@@ -228,18 +226,18 @@ class _InForward(torch.autograd.Function):
 
 
 class _Gradients:
-    """Gradients of hidden and weight, summed up chunk by chunk."""
+    """Sums of the gradients of hidden and weight over chunks."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...], chunk: int) -> None:
         self.inputs = hidden, weight
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
-        # A chunk's product with the hidden states takes no more memory than its logits do.
+        # A chunk's product with the hidden states takes no more memory than its logits.
         self.columns = max(1, chunk * weight.shape[0] // max(1, weight.shape[1]))
 
     def add(self, rows: slice, dlogits: torch.Tensor) -> None:
-        """Take in the gradient [c, V] of the logits of ``rows``."""
+        """Add the gradient [c, V] of the logits of ``rows``."""
         hidden, weight = self.inputs
         if self.hidden is not None:
             torch.mm(dlogits, weight, out=self.hidden[rows])
@@ -267,7 +265,7 @@ def linear_logprob_reference(
     temperature: float = 1.0,
     logits_bytes: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Reference for :func:`linear_logprob` in plain torch; ``logits_bytes`` is accepted and has no effect."""
+    """Reference for :func:`linear_logprob` in plain torch; ``logits_bytes`` has no effect."""
     return logprob.vocab_parallel_logprob_reference(
         F.linear(hidden, weight), targets,
         group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature,
@@ -275,10 +273,10 @@ def linear_logprob_reference(
 
 
 def rows_in_budget(columns: int, dtype: torch.dtype, logits_bytes: int | None) -> int | None:
-    """Rows of ``columns`` logits that fit into ``logits_bytes``; None for any number.
+    """Number of rows of ``columns`` logits that fit into ``logits_bytes``; ``None`` for no limit.
 
     Raises:
-        ValueError: not even one row does.
+        ValueError: not even one row fits.
     """
     row = columns * dtype.itemsize
     if logits_bytes is None or row == 0:
@@ -303,7 +301,7 @@ def _check(
     temperature: float,
     logits_bytes: int | None,
 ) -> int:
-    """Rows of a chunk: all of them when they fit into the budget."""
+    """Check the arguments. Return the rows of a chunk: all rows if they fit into the budget."""
     checks.tensor("hidden", hidden, dtypes=logprob.logits_dtypes(), shape=(None, None))
     checks.tensor("weight", weight, dtypes=(hidden.dtype,), shape=(None, hidden.shape[1]), like=hidden)
     logprob.check_shard(weight.shape[0], group, vocab_start, vocab_size)
@@ -322,7 +320,7 @@ def _scalar(share: Any) -> torch.Tensor:
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:
-    """A chunk's logits [c, V], in ``buffer``."""
+    """Compute a chunk's logits [c, V] in ``buffer``."""
     return torch.mm(hidden, weight.t(), out=buffer[: hidden.shape[0]])
 
 

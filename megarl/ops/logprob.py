@@ -1,14 +1,14 @@
-"""Log-prob and entropy of given tokens over a vocabulary that is split over a tensor-parallel group.
+"""Log-prob and entropy of given tokens, with the vocabulary split over a tensor-parallel group.
 
 Shape legend: T rows (tokens), V columns of this shard, R ranks of the group.
 
-Forward: every shard reads its logits x once and leaves four floats a row, ``{m, Σe, Σe·d, x_target}`` with m = max x,
-d = (x−m) / temperature and e = exp(d); one all-gather of these; combined in rank order as
-``logp = (x_target−m)/temperature − log Σe`` and ``H = log Σe − Σe·d / Σe``. Every term of either has the same sign, so
-nothing cancels, however large the logits. Backward, without a collective:
+Forward: every shard reads its logits x once and computes four floats a row, ``{m, Σe, Σe·d, x_target}`` with m = max x,
+d = (x−m) / temperature and e = exp(d). After one all-gather they are combined in rank order:
+``logp = (x_target−m)/temperature − log Σe`` and ``H = log Σe − Σe·d / Σe``. The terms of each formula have the same
+sign, so large logits cause no cancellation. Backward, without a collective:
 ``∂/∂x_j = (p_j·(−g_logp − g_H·(log p_j + H)) + g_logp·1[j = target]) / temperature``.
 
-A row's result is the same bits whatever rows surround it, whatever the number of threads.
+Results of a row are bitwise independent of other rows and of the number of threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from megarl.ops import checks, native
 
 IGNORED = -100
-"""The target of a row that takes no part: log-prob 0, entropy 0, no gradient."""
+"""Target of a masked row: log-prob 0, entropy 0, no gradient."""
 
 
 def vocab_parallel_logprob(
@@ -38,14 +38,13 @@ def vocab_parallel_logprob(
     Args:
         logits: [T, V] float32, bfloat16 or float16, this rank's columns ``vocab_start .. vocab_start + V`` of the
             vocabulary. Columns must be contiguous; rows may be strided.
-        targets: int64 [T] token ids of the whole vocabulary; -100 leaves a row out.
-        group: the ranks that hold the other columns, each as many, in the order of their columns; None when V is all of
-            them.
-        vocab_size: the real vocabulary; columns whose token id is not below it are padding and get no probability.
+        targets: int64 [T] token ids of the whole vocabulary; -100 masks a row.
+        group: the ranks with the other columns, V on each rank, in column order; ``None`` if V covers the vocabulary.
+        vocab_size: size of the real vocabulary; columns with token ids from it on are padding and get no probability.
         temperature: divides the logits, in float32.
         inplace_backward: write the gradient over the logits buffer, so that no second [T, V] exists. **The logits are
-            consumed**: using them again after backward is an autograd error. The values of a leaf, or of a view of one,
-            are never overwritten.
+            consumed**: using them again after backward is an autograd error. Leaves and their views are never
+            overwritten.
 
     Returns:
         (logp, entropy), float32 [T], natural logarithm, equal on all ranks of the group.
@@ -63,8 +62,7 @@ def vocab_parallel_logprob(
         return vocab_parallel_logprob_reference(
             logits, targets, group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature
         )
-    # Rows that overlap (an expanded tensor) cannot hold one gradient each, and what a compiler has planned must not
-    # change.
+    # Overlapping rows (an expanded tensor) cannot be written in place, and a compiler's plan must not change.
     inplace = (
         inplace_backward
         and not torch.compiler.is_compiling()
@@ -84,7 +82,7 @@ def vocab_parallel_logprob(
 def local_stats(
     logits: torch.Tensor, targets: torch.Tensor, vocab_start: int, vocab_size: int, temperature: float
 ) -> torch.Tensor:
-    """One shard's pass: float32 [T, 4] of ``{m, Σe, Σe·d, x_target}`` (0 where the target is in another shard)."""
+    """Statistics of one shard: float32 [T, 4] of ``{m, Σe, Σe·d, x_target}`` (0 if the target is in another shard)."""
     _check_logits(logits)
     _check_rows(logits, native.real(), targets=targets)
     stats = logits.new_empty(logits.shape[0], 4, dtype=native.real())
@@ -98,7 +96,7 @@ def local_stats(
     fake=lambda stats, ranks: stats.new_empty(_group(ranks).size(), *stats.shape),
 )
 def gather_stats(stats: torch.Tensor, ranks: str) -> torch.Tensor:
-    """[T, 4] of this rank -> [R, T, 4] in rank order; ``ranks`` is the group's name."""
+    """Gather [T, 4] of this rank to [R, T, 4] in rank order; ``ranks`` is the group's name."""
     gathered = stats.new_empty(_group(ranks).size(), *stats.shape)
     torch.distributed.all_gather(list(gathered.unbind(0)), stats, group=_group(ranks))
     return gathered
@@ -136,7 +134,7 @@ _GRADIENT = (
 
 @native.op(f"logprob_gradient_(Tensor(a!) logits, {_GRADIENT}) -> ()", fake=lambda *_: None)
 def gradient_(logits: torch.Tensor, *arguments: Any) -> None:
-    """One shard's gradient [T, V], written over ``logits``."""
+    """Write one shard's gradient [T, V] over ``logits``."""
     _gradient(logits, *arguments, out=logits)
 
 
@@ -145,7 +143,7 @@ def gradient_(logits: torch.Tensor, *arguments: Any) -> None:
     fake=lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
 def gradient(logits: torch.Tensor, *arguments: Any) -> torch.Tensor:
-    """One shard's gradient [T, V], beside ``logits``."""
+    """Return one shard's gradient [T, V] in a new tensor."""
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     _gradient(logits, *arguments, out=out)
     return out
@@ -165,7 +163,7 @@ def _gradient(
     out: torch.Tensor,
 ) -> None:
     _check_logits(logits)
-    # Kept in variables: the kernel reads them through their addresses.
+    # Kept in variables: the kernel gets only their addresses.
     grad_logp = None if grad_logp is None else grad_logp.to(norm.dtype).contiguous()
     grad_entropy = None if grad_entropy is None else grad_entropy.to(norm.dtype).contiguous()
     given = {"norm": norm, "entropy": entropy, "grad_logp": grad_logp, "grad_entropy": grad_entropy}
@@ -199,8 +197,7 @@ class _LogProb(torch.autograd.Function):
             return gradient(logits, *arguments), None, None, None, None
         out = logits.detach()
         gradient_(out, *arguments)
-        # Whoever still needs the logits (for instance a second backward) gets autograd's error instead of wrong
-        # numbers.
+        # A later use of the logits (a second backward, for instance) raises autograd's error, not wrong numbers.
         torch.autograd.graph.increment_version(logits)
         return out, None, None, None, None
 
@@ -217,8 +214,8 @@ def vocab_parallel_logprob_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference for :func:`vocab_parallel_logprob` in plain torch, in float64 for float64 logits, else float32.
 
-    With a group the full logits are gathered; every rank must hold equally many columns. ``vocab_start`` must then be
-    rank * V. ``inplace_backward`` is accepted and has no effect.
+    With a group the full logits are gathered: every rank must have V columns, with ``vocab_start`` = rank * V.
+    ``inplace_backward`` has no effect.
     """
     z = logits if logits.dtype == torch.float64 else logits.float()
     if group is not None and group.size() > 1:
@@ -228,7 +225,7 @@ def vocab_parallel_logprob_reference(
         z, vocab_start = torch.cat(shards, dim=-1), 0
     columns = torch.arange(vocab_start, vocab_start + z.shape[-1], device=z.device)
     kept = targets != IGNORED
-    scaled = (z / temperature).masked_fill(~kept[:, None], 0.0)  # NaN of an ignored row reaches no gradient
+    scaled = (z / temperature).masked_fill(~kept[:, None], 0.0)  # keeps NaN of ignored rows out of the gradient
     log_p = torch.log_softmax(scaled.masked_fill(columns >= vocab_size, -torch.inf), dim=-1)
     index = torch.where(kept, targets - vocab_start, 0)
     logp = torch.where(kept, log_p.gather(-1, index[:, None])[:, 0], 0.0)
@@ -246,7 +243,7 @@ def _check_logits(logits: torch.Tensor) -> None:
 def _check_rows(
     logits: torch.Tensor, dtype: torch.dtype, *, targets: torch.Tensor, **others: torch.Tensor | None
 ) -> None:
-    """Check the kernels' inputs beside logits: number of rows, contiguity, dtype."""
+    """Check the kernels' other inputs against logits: number of rows, contiguity, dtype."""
     rows = logits.shape[0]
     checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(rows,), like=logits)
     for name, x in others.items():
@@ -258,14 +255,14 @@ def _check_rows(
 
 
 def _is_leafs(logits: torch.Tensor) -> bool:
-    """Is its memory that of a leaf (a parameter, or the user's own data), which keeps its values?"""
+    """True if the memory belongs to a leaf (a parameter or the user's data), whose values must be kept."""
     base = logits._base if logits._is_view() else logits
     return base is None or base.is_leaf
 
 
 def check_shard(columns: int, group: torch.distributed.ProcessGroup | None, vocab_start: int, vocab_size: int) -> None:
-    """Raise TypeError or ValueError unless the ranks' columns make up the vocabulary: a target that lies on none of
-    them would silently count as logit 0."""
+    """Raise TypeError or ValueError unless the ranks' columns cover the vocabulary: a target on no rank would silently
+    count as logit 0."""
     for name, value in (("vocab_start", vocab_start), ("vocab_size", vocab_size)):
         if not isinstance(value, int | torch.SymInt):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -294,10 +291,10 @@ _checked: set[str] = set()
 def _check_shards(
     columns: int, group: torch.distributed.ProcessGroup | None, vocab_start: int, vocab_size: int
 ) -> None:
-    """Raise ValueError on every rank of a group unless all have equally many columns, in order.
+    """Raise ValueError on every rank of a group unless all have the same number of columns, in order.
 
-    A rank that raised alone would be waited for. The ranks compare them at the group's first use, which is the same
-    call on all of them.
+    If one rank raised alone, the others would wait for it. Ranks compare shards at the group's first use, which is the
+    same call on all ranks.
     """
     if group is None or group.size() == 1 or torch.compiler.is_compiling() or group.group_name in _checked:
         return
@@ -314,14 +311,14 @@ def _check_shards(
 
 
 def check_targets(like: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float) -> None:
-    """Check the targets for rows of ``like`` [T, any]: raises TypeError or ValueError naming the argument."""
+    """Check the targets for rows of ``like`` [T, any]. Raises TypeError or ValueError naming the argument."""
     checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(like.shape[0],), like=like)
     if not isinstance(temperature, int | float | torch.SymFloat):
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
     if not 1e-30 <= temperature <= 1e30:  # so that its inverse is a normal float32
         raise ValueError(f"temperature must be above 0, from 1e-30 to 1e30, got {temperature}")
     if targets.device.type != "cpu" or torch.compiler.is_compiling():
-        return  # the kernel makes rows with such targets NaN; to look here would make the CPU wait for the device
+        return  # the kernel writes NaN for such targets; a check here would make the CPU wait for the device
     outside = ((targets < 0) & (targets != IGNORED)) | (targets >= vocab_size)
     if outside.any():
         row = int(outside.nonzero()[0])
@@ -332,12 +329,12 @@ def check_targets(like: torch.Tensor, targets: torch.Tensor, vocab_size: int, te
 
 
 def logits_dtypes() -> tuple[torch.dtype, ...]:
-    """Types of logits that the kernels take, or the twins if these are in use."""
+    """Dtypes of logits that the implementation in use (kernels or twins) supports."""
     return (*checks.REFERENCE, torch.bfloat16, torch.float16) if native.twin() else tuple(_dtypes())
 
 
 def _dtypes() -> dict[torch.dtype, int]:
-    """Types of logits that there are kernels for."""
+    """Dtypes of logits that the kernels support, with the kernels' codes."""
     kernels = native.library
     return {native.real(): kernels.REAL_DTYPE, torch.bfloat16: kernels.BFLOAT16, torch.float16: kernels.FLOAT16}
 

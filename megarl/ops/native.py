@@ -1,4 +1,4 @@
-"""Calls of the kernels that run where a tensor lies, and the registry of ops that ``torch.compile`` sees."""
+"""Kernel calls on a tensor's device, and registration of ops for ``torch.compile``."""
 
 from __future__ import annotations
 
@@ -11,41 +11,42 @@ import torch
 from megarl import _C
 
 library: ModuleType = _C
-"""The extension. Tests put another build in its place: kernels in float64, or CUDA kernels emulated on the CPU."""
+"""The extension. Tests replace it by another build: kernels in float64, or CUDA kernels emulated on the CPU."""
 
-_twin = False
+runs_twins = False
+"""True if ``use`` has selected the plain-torch twins; read it with :func:`twin`."""
 _torch_library = torch.library.Library("megarl", "DEF")
 
 
 def use(implementation: Literal["megarl", "torch"]) -> None:
-    """Run the ops by megarl's kernels, or by their plain-torch twins (slower, larger; to separate one's own faults from
-    ours)."""
-    global _twin
+    """Select megarl's kernels or their plain-torch twins for the ops. Twins are slower and need more memory; they help
+    to separate your bugs from ours."""
+    global runs_twins
     if implementation not in ("megarl", "torch"):
         raise ValueError(f"implementation must be megarl or torch, got {implementation!r}")
-    _twin = implementation == "torch"
+    runs_twins = implementation == "torch"
 
 
 def twin() -> bool:
-    """Did ``use("torch")`` choose the plain-torch twins?"""
-    return _twin
+    """True if ``use("torch")`` selected the plain-torch twins."""
+    return runs_twins
 
 
 def real() -> torch.dtype:
-    """The type of log-probs, statistics and losses: float32, but for the build that gradient checks run on."""
+    """Dtype of log-probs, statistics and losses: float32, or float64 in the build for gradient checks."""
     return torch.float64 if library.REAL == "float64" else torch.float32
 
 
 def address(x: torch.Tensor | None) -> int:
-    """Address of ``x``; 0 for None. The caller keeps ``x`` alive until the kernel has been called."""
+    """Address of ``x``; 0 for ``None``. The caller must keep ``x`` alive until the kernel was called."""
     return 0 if x is None else x.data_ptr()
 
 
 def run(name: str, like: torch.Tensor, *arguments: Any) -> None:
-    """Call kernel ``name`` where ``like`` lies: on torch's threads, or on the device's current stream.
+    """Call kernel ``name`` on the device of ``like``: on torch's threads, or on the current CUDA stream.
 
     Raises:
-        RuntimeError: there is no kernel for this device, or it could not be launched.
+        RuntimeError: the device has no kernel, or the launch failed.
     """
     if like.device.type == "cpu":
         getattr(library.cpu, name)(*arguments, torch.get_num_threads())
@@ -55,7 +56,7 @@ def run(name: str, like: torch.Tensor, *arguments: Any) -> None:
 
 
 def cuda() -> Any:
-    """The CUDA kernels, if the extension has them."""
+    """Return the CUDA kernels. Raises RuntimeError if the extension was built without them."""
     if not hasattr(library, "cuda"):
         raise RuntimeError(
             "megarl was built without CUDA kernels; install it again where nvcc is on the PATH (`pip install -e .`), "
@@ -68,7 +69,7 @@ def op(schema: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], 
     """Register a function as ``torch.ops.megarl.<name of schema>`` for CPU and CUDA tensors; returns the op.
 
     Args:
-        fake: gives empty results of the right shapes, for ``torch.compile`` and meta tensors.
+        fake: returns empty results of the right shapes, for ``torch.compile`` and meta tensors.
     """
 
     def register(function: Callable[..., Any]) -> Any:

@@ -10,11 +10,11 @@ GSPO 2507.18071, CISPO 2506.13585, KL estimators Schulman 2020.
     ppo_clip: max(−A·ρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)); with dual_clip c, where A < 0: min(that, −c·A)
     cispo: −sg(min(ρ, 1 + clip_high))·A·logp
     v_t: ``is_weight``, a constant;  d = ref − logp: k1 = −d, k2 = d²/2,
-    k3 = min(expm1(d) − d, 10), without gradient where that bound holds, as in verl
+    k3 = min(expm1(d) − d, 10), without gradient beyond that bound, as in verl
 
-A masked token takes no part whatever it holds, NaN included, and its gradient is exactly 0. A factor of 0 (an
-advantage, an ``is_weight``, the slope of a clipped surrogate) times a ratio that overflowed is 0. Inside, everything is
-float64. A row's sums and gradients are the same bits whatever rows surround it, whatever the number of threads.
+A masked token never affects the loss, even with NaN, and its gradient is exactly 0. A factor of 0 (an advantage, an
+``is_weight``, the slope of a clipped surrogate) times a ratio that overflowed is 0. All arithmetic is float64. Sums and
+gradients of a row are bitwise independent of other rows and of the number of threads.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ IMPORTANCE = ("token", "sequence_mean", "sequence_product")
 OBJECTIVES = ("ppo_clip", "cispo")
 ESTIMATORS = (None, "k1", "k2", "k3")
 K3_MOST = 10.0
-"""Largest k3 of a token: that of d = 2.57 and of d = −11. Without a bound the loss overflows where d is 88."""
+"""Upper bound of a token's k3, reached at d = 2.61 and d = −11. Without it the loss overflows at d = 88."""
 AGGREGATIONS = ("sum", "seq_mean")
 
 
 class PolicySums(NamedTuple):
-    """Over kept tokens, float64 scalars without gradient. The first three carry the weights w, the others do not."""
+    """Sums over kept tokens, float64 scalars without gradient. Only the first three are weighted by w."""
 
     pg: torch.Tensor
     """Surrogate, with its ``is_weight``."""
@@ -43,11 +43,11 @@ class PolicySums(NamedTuple):
     entropy: torch.Tensor
     """0 without ``entropy``."""
     tokens: torch.Tensor
-    """Number of tokens that were kept."""
+    """Number of kept tokens."""
     clipped: torch.Tensor
-    """Number of tokens whose surrogate a clip bound decides."""
+    """Number of tokens with a surrogate set by a clip bound."""
     dual_clipped: torch.Tensor
-    """Number of tokens whose surrogate ``dual_clip`` decides."""
+    """Number of tokens with a surrogate set by ``dual_clip``."""
     old_minus_new: torch.Tensor
     """Σ(old_logp − logp): k1 of KL(old ‖ new)."""
     ratio: torch.Tensor
@@ -82,24 +82,24 @@ def policy_loss(
     scale: float = 1.0,
     row_weight: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """The loss of the file's head. Gradients are what autograd gives the plain formulas, at the clip bounds too.
+    """Compute the loss defined at the head of this file. Gradients equal autograd's, also at clip bounds.
 
     Args:
         logp, old_logp, advantages: float32 [T]; only ``logp`` and ``entropy`` get gradients.
         cu_seqlens: int32 or int64 [N + 1], rising from 0 to T (on a GPU unchecked, clamped into [0, T]).
-        mask: bool [T], tokens that take part; None for all.
-        entropy: float32 [T]; needed where ``entropy_coef`` is not 0, for the metric otherwise.
-        ref_logp: float32 [T]; needed by ``kl``. Coefficient 0 gives the metric alone.
+        mask: bool [T], True for tokens in the loss; ``None`` for all.
+        entropy: float32 [T]; required if ``entropy_coef`` is not 0; otherwise only for the metric.
+        ref_logp: float32 [T]; required with ``kl``. With ``kl_coef`` 0 only the metric uses it.
         is_weight: float32 [T], multiplies the surrogate and gets no gradient (truncated importance sampling).
         kl_coef, entropy_coef: finite; ``kl_coef`` must be 0 without ``kl``.
-        clip_low, clip_high: at least 0, infinity too; ``clip_low`` above 1 leaves no lower bound, which cispo never
-            has.
+        clip_low, clip_high: at least 0, may be infinite; ``clip_low`` above 1 removes the lower bound. cispo has no
+            lower bound.
         dual_clip: above 1 and finite, ppo_clip only.
         scale: finite, multiplies every weight: 1 / aggregation length, 1 / global denominator.
-        row_weight: float64 [N], finite, multiplies the weights of a row's tokens; None for ones.
+        row_weight: float64 [N], finite, multiplies the weights of a row's tokens; ``None`` for ones.
 
     Raises:
-        TypeError, ValueError: naming the argument that does not fit.
+        TypeError, ValueError: an argument is invalid; the text names it.
     """
     if native.twin():
         return policy_loss_reference(
@@ -140,7 +140,7 @@ def policy_loss_reference(
     scale: float = 1.0,
     row_weight: torch.Tensor | None = None,
 ) -> PolicyLoss:
-    """Reference for :func:`policy_loss`, from plain torch operations and autograd; float32 or float64."""
+    """Reference for :func:`policy_loss` in plain torch with autograd; float32 or float64."""
     offsets = _check(
         logp,
         entropy,
@@ -169,7 +169,7 @@ def policy_loss_reference(
     row = torch.repeat_interleave(offsets.diff(), output_size=logp.numel())
 
     def kept(x: torch.Tensor) -> torch.Tensor:
-        """float64, 0 where masked: done before any formula, so that NaN there reaches no gradient."""
+        """float64, 0 where masked: applied before any formula, so that NaN of masked tokens reaches no gradient."""
         return torch.where(keep, x.double(), 0.0)
 
     def by_row(x: torch.Tensor) -> torch.Tensor:
@@ -217,7 +217,7 @@ def policy_loss_reference(
 
 
 class _Exp(torch.autograd.Function):
-    """exp, where an upstream gradient of 0 gives 0 also to a result that overflowed."""
+    """exp with gradient 0 for an upstream gradient of 0, even if the result overflowed."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -237,7 +237,7 @@ def _product(factor: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def kl_estimates(d: torch.Tensor, estimator: str) -> torch.Tensor:
-    """Return k1, k2 or k3 of each token from d = ref_logp − logp, of its shape and dtype.
+    """Return k1, k2 or k3 of each token from d = ref_logp − logp, with the shape and dtype of d.
 
     expm1 keeps k3 at least 0 and exact near 0, where exp(d) − d − 1 cancels.
     """
@@ -245,7 +245,7 @@ def kl_estimates(d: torch.Tensor, estimator: str) -> torch.Tensor:
         return -d
     if estimator == "k2":
         return 0.5 * d.square()
-    d = d.clamp(max=K3_MOST)  # keeps the derivative, which autograd multiplies by 0 beyond the bound, finite
+    d = d.clamp(max=K3_MOST)  # keeps the derivative finite; beyond the bound autograd multiplies it by 0
     return (torch.expm1(d) - d).clamp(max=K3_MOST)
 
 
@@ -282,7 +282,7 @@ def policy_rows(
     entropy_coef: float,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(∂total/∂logp [T], ∂total/∂entropy [T] or [0] where it is 0, sums of each row [N, 8] in PolicySums' order)."""
+    """(∂total/∂logp [T], ∂total/∂entropy [T] or [0] if it is 0, each row's sums [N, 8] in PolicySums' order)."""
     cu_seqlens = _check(
         logp,
         entropy,
@@ -309,13 +309,13 @@ def policy_rows(
         aggregation=AGGREGATIONS.index(aggregation), clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip or 0.0,
         kl_coef=kl_coef, entropy_coef=entropy_coef, scale=scale,
     )  # fmt: skip
-    # Kept in variables: the kernel reads them through their addresses.
+    # Kept in variables: the kernel gets only their addresses.
     logp, old_logp, advantages = logp.contiguous(), old_logp.contiguous(), advantages.contiguous()
     entropy, ref_logp, is_weight, mask = (
         None if x is None else x.contiguous() for x in (entropy, ref_logp, is_weight, mask)
     )
     tokens, rows = logp.shape[0], cu_seqlens.shape[0] - 1
-    grad_logp = torch.zeros_like(logp)  # of tokens that cu_seqlens leaves out, too
+    grad_logp = torch.zeros_like(logp)  # zeros, also for tokens outside cu_seqlens
     grad_entropy = logp.new_zeros(tokens if entropy is not None and entropy_coef else 0)
     sums = logp.new_empty(rows, native.library.POLICY_SUMS, dtype=torch.float64)
     native.run(
@@ -345,7 +345,7 @@ class _Policy(torch.autograd.Function):
         kl_coef, entropy_coef = settings[-3:-1]
         sums = rows.sum(0)
         total = sums[0]
-        # A coefficient of 0 leaves out what only the metric asks for, be it infinite.
+        # A coefficient of 0 leaves out a sum used by the metric alone, even if it is infinite.
         if kl_coef:
             total = total + kl_coef * sums[1]
         if entropy_coef:
@@ -392,7 +392,8 @@ def _check(
     scale: float,
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> torch.Tensor:
-    """``cu_seqlens`` as contiguous int64. Arguments in the op's order; ``dtypes``: what the kernels take, if None."""
+    """Return contiguous int64 ``cu_seqlens``. Arguments in the op's order; ``dtypes``: ``None`` for the kernels'
+    dtypes."""
     checks.tensor("logp", logp, dtypes=dtypes or (native.real(),), shape=(None,))
     shape = tuple(logp.shape)
     for name, x in {"old_logp": old_logp, "advantages": advantages}.items():

@@ -1,6 +1,6 @@
 """The launcher: a job is checked, placed, started, watched and reported.
 
-Code here starts processes and reads what they leave. It computes no loss and samples nothing.
+Code here starts processes and reads the files that they write. It computes no loss and samples nothing.
 """
 
 FACE = (

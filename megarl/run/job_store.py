@@ -1,5 +1,5 @@
-"""Where a program finds the job's own database (``store.url=job://postgres``): started here, by another program of the
-run, or by a job that is running. Stores of runs are opened by tools while a job runs or after it."""
+"""Access to the job's database (``store.url=job://postgres``): a server started here, by another program of the run, or
+by a running job. Tools open a run's store during or after its job."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.run.process.interrupt import INTERRUPT
 log = logging.getLogger(__name__)
 
 SHARED_S = 300.0
-"""Seconds for which a program waits for the server of `megarl store`."""
+"""Seconds to wait for the server of `megarl store`."""
 
 
 @contextmanager
@@ -40,15 +40,14 @@ def job_store(
     folder: str = "",
     use: Use = "job",
 ) -> Iterator[Server | None]:
-    """Start a server of the job's own, where ``url`` asks for one, with its URL in the environment of this process and
-    of those that it starts. Otherwise, and where that URL is there already, do nothing and yield None.
+    """Start the job's PostgreSQL server if ``url`` asks for one, and put its URL into the environment of this process
+    and its children. Otherwise, and if the URL is already set, do nothing and yield None.
 
     Args:
-        connections: Processes that may hold the store open at once: a trainer rank of each node, every explorer, and
-            the supervisor.
-        held: Descriptors of the run directory's lock, which PostgreSQL's processes keep open as all others do.
+        connections: Maximum simultaneous connections: a trainer rank of each node, every explorer, the supervisor.
+        held: Descriptors of the run directory's lock, which PostgreSQL's processes keep open like all others.
         folder: ``store.folder``.
-        use: Purpose of the server; a job fills a store that is new (``fill_lost_store``).
+        use: Purpose of the server; a job fills a new store (``fill_lost_store``).
 
     Raises as :meth:`Server.start` and ``local_disk.choose``.
     """
@@ -70,11 +69,11 @@ def job_store(
 
 @contextmanager
 def shared_store(url: str, run_dir: Path, key: str, limit_s: float = SHARED_S) -> Iterator[None]:
-    """Find the server that ``megarl store`` runs for several programs, where ``url`` asks for one, and put its URL into
-    the environment, as ``job_store`` does for a job's own.
+    """Find the server that ``megarl store`` runs for several programs, if ``url`` asks for one, and put its URL into
+    the environment.
 
     Raises:
-        ConfigError: none is there within ``limit_s``, or it cannot be reached.
+        ConfigError: no server appears within ``limit_s``, or it cannot be reached.
     """
     if url != OWN_SERVER or VARIABLE in os.environ:
         yield None
@@ -99,14 +98,14 @@ def shared_store(url: str, run_dir: Path, key: str, limit_s: float = SHARED_S) -
 
 
 def live_url(run_dir: Path, key: str | None, *, starting: bool = False) -> str | None:
-    """The URL at which the server of the job that is running in ``run_dir`` now can be read; None when none is running.
+    """Return the store URL of the job running in ``run_dir``; None if no job is running.
 
     Args:
-        key: The job's, where it is known here.
-        starting: None, too, while it does not answer yet.
+        key: The job's key, if it is known here.
+        starting: Also return None while the server does not accept connections yet.
 
     Raises:
-        ConfigError: one is running, and cannot be reached from here or with this key.
+        ConfigError: a server is running but cannot be reached from here or with this key.
     """
     lock = run_dir / "postgres" / "lock"
     try:
@@ -120,7 +119,7 @@ def live_url(run_dir: Path, key: str | None, *, starting: bool = False) -> str |
     address = run_dir / "postgres" / ADDRESS
     where = address.read_text() if address.is_file() else "it is starting"
     fix = (
-        f"{run_dir} has a job that is running, with a PostgreSQL server of its own ({where}); the job writes its "
+        f"{run_dir} has a job that is running, with its own PostgreSQL server ({where}); the job writes its "
         "report when it ends, and its metrics are in metrics.jsonl. For a report now export MEGARL_JOB_KEY, the key "
         "that the job was started with, on a node that reaches that address"
     )
@@ -140,7 +139,7 @@ def live_url(run_dir: Path, key: str | None, *, starting: bool = False) -> str |
 
 
 def without_password(url: str) -> str:
-    """A store's URL as it may go over an unencrypted connection."""
+    """Return a store's URL without its password, for unencrypted connections."""
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError):
@@ -149,10 +148,10 @@ def without_password(url: str) -> str:
 
 
 def with_own_password(url: str, key: str) -> str:
-    """Put back the password of a job's own server, which is made from the job's key.
+    """Return the URL of a job's own server with its password, which is derived from the job's key.
 
     Raises:
-        ConfigError: it is another server's URL, whose password is nobody's to guess.
+        ConfigError: the URL is another server's: its password is unknown.
     """
     parsed = make_url(url)
     if parsed.username != NAME or parsed.database != NAME:
@@ -164,11 +163,11 @@ def with_own_password(url: str, key: str) -> str:
 
 @contextmanager
 def database_of_run(url: str, run_dir: Path, *, read_only: bool = False) -> Iterator[None]:
-    """Have a run's database there: the server of a job that is running, or one that is started for as long.
+    """Make a run's database available inside the block: from its running job, or from a server started for the block.
 
     Raises:
-        ConfigError: a job is running with a server of its own, and ``MEGARL_JOB_KEY`` is missing; or the store's data
-            are on another host.
+        ConfigError: a running job has its own server and ``MEGARL_JOB_KEY`` is missing; or the data are on another
+            host.
     """
     key = os.environ.get("MEGARL_JOB_KEY")
     live = live_url(run_dir, key) if url == OWN_SERVER and VARIABLE not in os.environ else None

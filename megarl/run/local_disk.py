@@ -1,8 +1,8 @@
 """A local disk for PostgreSQL's data while the run's directory is on a network filesystem.
 
-The data are parked in the run's directory between two servers. Before a server starts they are copied to the local
-disk, and ``away.json`` in the run's directory names that copy, with a token that the copy has too. From then on only
-this copy counts. An orderly stop parks it again and removes ``away.json``.
+Between two servers the data are parked in the run's directory. Before a server starts, they are copied to the local
+disk. ``away.json`` in the run's directory then names that copy, with a token that the copy has too; only this copy is
+valid. An orderly stop copies it back and removes ``away.json``.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ log = logging.getLogger(__name__)
 
 MOUNTS = Path("/proc/self/mountinfo")
 DISK = re.compile(r"ext[234]|xfs|btrfs|zfs|bcachefs|f2fs|jfs|nilfs2|reiserfs|overlay|aufs|fuse\.fuse-overlayfs")
-"""Filesystems on disks of the machine. The last three are a container's, above such a disk."""
+"""Filesystems on disks of the machine. The last three are a container's layers above such a disk."""
 MEMORY = re.compile(r"tmpfs|ramfs")
 NETWORK = re.compile(
     r"nfs\d*|lustre|gpfs|mmfs|beegfs|cifs|smb.*|ceph|glusterfs|9p|afs|autofs|pvfs2|orangefs|panfs|wekafs|virtiofs"
     r"|gfs2|ocfs2|fuse(blk|\.(?!fuse-overlayfs).*)?"
 )
-"""Filesystems that ``store.folder`` is refused on; others that are not known are taken where it names them."""
+"""Network filesystems, refused for ``store.folder``. Unknown filesystems are accepted if ``store.folder`` names
+them."""
 TEMPORARY = ("SLURM_TMPDIR", "TMPDIR")
 """Variables with a folder that may be on a local disk, best first; then /tmp."""
 FIX = "set store.folder to a folder on a local disk, or store.url=postgresql://USER@HOST/DATABASE to a server of yours"
 AWAY = "away.json"
 TOKEN = "token"
-"""File of the folder on the local disk."""
+"""File in the folder on the local disk, with the copy's token."""
 PARKED = "megarl_parked"
-"""File of parked data: the token of the copy that they were made from."""
+"""File in the parked data: token of the copy that they were made from."""
 Use = Literal["job", "write", "read"]
-"""Purpose of a server: a job, or a tool that may write, or that only reads."""
+"""Purpose of a server: a job, a tool that may write, or a tool that only reads."""
 
 
 class Mount(NamedTuple):
@@ -55,13 +56,13 @@ class Mount(NamedTuple):
 
 
 def mount_of(path: Path) -> Mount:
-    """Return the mount that holds ``path``, or will hold it when it is made."""
+    """Return the mount of ``path``, which need not exist yet."""
     real = Path(os.path.realpath(path))
-    os.path.exists(real)  # an automounter mounts what is looked at
+    os.path.exists(real)  # an automounter mounts a path when it is accessed
     found = Mount("unknown", Path("/"))
     for line in MOUNTS.read_bytes().splitlines():
         before, _, after = line.partition(b" - ")
-        escaped = before.split(b" ")[4]  # a space is \\040
+        escaped = before.split(b" ")[4]  # mountinfo writes a space as \\040
         point = Path(os.fsdecode(re.sub(rb"\\([0-7]{3})", lambda code: bytes([int(code[1], 8)]), escaped)))
         # The last of several mounts on one point hides those before it.
         if real.is_relative_to(point) and len(point.parts) >= len(found.point.parts):
@@ -70,13 +71,13 @@ def mount_of(path: Path) -> Mount:
 
 
 def choose(run_dir: Path, setting: str) -> Path | None:
-    """Return the folder on a local disk in which a server keeps its data; None for the run's directory.
+    """Return the folder on a local disk for a server's data; None for the run's directory.
 
     Args:
-        setting: ``store.folder``; empty takes ``run_dir`` where it is local, else a temporary folder that is.
+        setting: ``store.folder``; empty takes ``run_dir`` if that is local, else a local temporary folder.
 
     Raises:
-        ConfigError: ``store.folder`` is no local disk; or it is empty, and none was found.
+        ConfigError: ``store.folder`` is not on a local disk; or it is empty and no local disk was found.
     """
     if setting:
         folder = Path(setting).absolute()
@@ -84,7 +85,7 @@ def choose(run_dir: Path, setting: str) -> Path | None:
             raise ConfigError(f"store.folder={setting}: {fault}; {FIX}")
         return folder
     mount = mount_of(run_dir)
-    if DISK.fullmatch(mount.type) or MEMORY.fullmatch(mount.type):  # a run in memory loses its checkpoints too
+    if DISK.fullmatch(mount.type) or MEMORY.fullmatch(mount.type):  # in memory the checkpoints would be lost too
         return None
     folders = {f"${name}={os.environ[name]}": os.environ[name] for name in TEMPORARY if os.environ.get(name)}
     refused = []
@@ -100,7 +101,7 @@ def choose(run_dir: Path, setting: str) -> Path | None:
 
 
 def _fault(folder: Path, *, refuse_unknown: bool) -> str | None:
-    """Return the reason why PostgreSQL's data cannot be in ``folder``; None where they can."""
+    """Return the reason why PostgreSQL's data cannot be in ``folder``; None if they can."""
     mount = mount_of(folder)
     if MEMORY.fullmatch(mount.type):
         return f"it is on {mount}, in memory: a reboot loses the data"
@@ -120,11 +121,12 @@ class Away(NamedTuple):
     path: str
     token: str
     lost: str
-    """Why the data are new although the run has begun; empty once they have the run's steps, and for all others."""
+    """Reason why the store is new although the run has begun; empty otherwise, and once the store has the run's
+    steps."""
 
 
 class Parking:
-    """Moves a server's data between ``home``/data and a local disk. Its calls need the server's lock.
+    """Moves a server's data between ``home``/data and a local disk. Callers must hold the server's lock.
 
     Args:
         home: Folder of the run's directory in which data are parked.
@@ -134,11 +136,11 @@ class Parking:
     def __init__(self, home: Path, disk: Path | None, use: Use = "job") -> None:
         self.home, self.disk, self.use = home, disk, use
         self.folder = home
-        """Folder of the data, from ``take`` on."""
+        """Folder of the data after ``take``."""
         self._note = home / AWAY
         self._parked = home / "data"
         self._token = ""
-        """Of the copy that this object's server has; empty while it has none to park."""
+        """Token of the copy that this server uses; empty if there is no copy to park."""
         self._lock: IO[bytes] | None = None
 
     @property
@@ -148,25 +150,25 @@ class Parking:
 
     @property
     def lost(self) -> str:
-        """Why the store is new although the run has begun; empty where it is not."""
+        """Reason why the store is new although the run has begun; empty if it is not new."""
         away = self._away()
         return away.lost if away is not None and away.token == self._token else ""
 
     def version(self) -> str | None:
-        """Return the major version that made the data; None where there are none here."""
+        """Return PostgreSQL's major version that made the data; None if there are no data on this host."""
         newest = self._newest()
         return None if newest is None else _read(newest / "data" / "PG_VERSION").strip() or None
 
     def take(self) -> None:
-        """Bring the data to the folder in which the server is to start.
+        """Choose the server's folder; copy parked data there if it is on the local disk.
 
         Raises:
-            ConfigError: they are on another host or gone, and ``use`` is a tool's; or there is no room for them here.
+            ConfigError: the data are on another host or gone, and ``use`` is not ``job``; or they do not fit here.
         """
         recover_directory(self._parked)
         newest, away, lost = self._newest(), self._away(), ""
         if away is not None and newest == self.home:
-            self._forget()  # killed after it had parked them
+            self.forget()  # a kill came between parking and removing the note
             away, self._token = None, ""
         if self._token and (away is None or away.token != self._token):
             raise JobError(f"another start has begun a new store; the data of this one stay in {self.folder}")
@@ -192,14 +194,14 @@ class Parking:
         self._copy_out(lost)
 
     def _newest(self) -> Path | None:
-        """Return the folder that has the newest data, or is to have the first; None where those are not here."""
+        """Return the folder of the newest data, or for the first data; None if the newest are not on this host."""
         away = self._away()
         if away is None or _read(self._parked / PARKED) == away.token:
             return self.home
         return Path(away.path) if _read(Path(away.path) / TOKEN) == away.token else None
 
     def _copy_out(self, lost: str) -> None:
-        # Of one name for one run: what a kill has left there is removed.
+        # One name per run, so that the remains of a killed start are found and removed.
         name = f"megarl-postgres-{sha256(os.fsencode(self.home)).hexdigest()[:16]}"
         folder = (self.disk or self.home) / name
         try:
@@ -227,26 +229,26 @@ class Parking:
         write_text(self._note, json.dumps(away._replace(lost="")._asdict()))
 
     def hold(self, lock: IO[bytes]) -> None:
-        """Keep the server's lock in this process too, where data are to be parked after the server's end."""
+        """Keep the server's lock in this process too, if its data must be parked after the server ends."""
         if self.is_local:
             self._lock = os.fdopen(os.dup(lock.fileno()), "ab")
 
     def let_go(self) -> None:
-        """Leave the lock to the server's processes."""
+        """Close this process's descriptor of the lock; the server's processes keep theirs."""
         if self._lock is not None:
             self._lock.close()
             self._lock = None
 
     def park(self, *, in_order: bool = True) -> None:
-        """Copy the data of a server that has ended to the run's directory, and remove them here; let the lock go.
+        """Copy an ended server's data to the run's directory, remove them from the local disk, and release the lock.
 
-        What fails is logged: the data stay where they are, and the next start on this host goes on with them.
+        A failure is logged: the data stay on the local disk, and the next start on this host uses them.
 
         Args:
-            in_order: False for a server that was killed: its data stay too, since not all of its processes may be gone.
+            in_order: False for a server that was killed: its data stay too, since some of its processes may still run.
         """
         if self.is_local and self.use == "read":
-            if not self._token:  # a copy
+            if not self._token:  # this server only read a copy
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self.folder = self.home
         elif self.is_local and in_order:
@@ -257,16 +259,16 @@ class Parking:
 
     def _park(self) -> None:
         if self.lost:
-            return  # without the run's steps: the next start fills it
+            return  # does not have the run's steps yet: the next start fills it
         try:
             new = self.home / "parking"
             shutil.rmtree(new, ignore_errors=True)
             if self._is_ours():
                 _copy(self.folder / "data", new)
                 (new / PARKED).write_text(self._token)
-            if self._is_ours():  # still
+            if self._is_ours():  # the copy took time: check again
                 replace_directory(new, self._parked)
-                self._forget()
+                self.forget()
                 shutil.rmtree(self.folder, ignore_errors=True)
                 self.folder, self._token = self.home, ""
             else:
@@ -281,12 +283,13 @@ class Parking:
     def _away(self) -> Away | None:
         return Away(**read_json(self._note)) if self._note.is_file() else None
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
+        """Remove ``away.json`` after the data have been copied back."""
         self._note.unlink(missing_ok=True)
         sync(self.home)
 
     def _set_aside(self) -> None:
-        """Rename parked data that are older than those that are lost."""
+        """Rename parked data, which are older than the lost data."""
         if self._parked.is_dir():
             names = (self.home / f"data.before_{number}" for number in itertools.count(1))
             self._parked.rename(next(path for path in names if not exists(path)))

@@ -1,9 +1,8 @@
 """A PostgreSQL server of the job's own (``store.url=job://postgres``): up as long as the job.
 
-Its data outlive the job: the next start, after whatever end, goes on with them. They are in the run's directory, or on
-a local disk while the server is up (``local_disk.py``). It listens on the job's address and on loopback alone and asks
-for a password made from the job's key; the role that processes log in as is no superuser, so it cannot make the server
-run programs.
+The data outlive the job, however it ends: the next start uses them. They are in the run's directory, or on a local disk
+while the server is up (``local_disk.py``). It listens only on the job's address and loopback, with a password derived
+from the job's key. Processes log in as a role that is no superuser, so they cannot make the server run programs.
 """
 
 from __future__ import annotations
@@ -41,10 +40,10 @@ DEBIAN = Path("/usr/lib/postgresql")
 NAME = "megarl"
 """Name of role and database."""
 ADDRESS = "address"
-"""File with HOST:PORT of the server that was started last."""
+"""File with HOST:PORT of the last started server."""
 SETTINGS = {
     "unix_socket_directories": "",
-    "dynamic_shared_memory_type": "mmap",  # files of its own instead of /dev/shm, where a killed server leaves them
+    "dynamic_shared_memory_type": "mmap",  # /dev/shm segments would outlive a killed server
     "wal_level": "minimal",  # no replicas
     "max_wal_senders": "0",
     "logging_collector": "off",
@@ -53,7 +52,7 @@ INITDB = ("--username=postgres", "--auth=reject", "--encoding=UTF8", "--locale=C
 ENVIRONMENT = ("PATH", "HOME", "LD_LIBRARY_PATH", "TMPDIR", "TZ")
 """Variables that PostgreSQL's processes inherit."""
 START_S = 300.0
-"""Seconds that a server may take to recover after a killed one, and each program that prepares its data."""
+"""Seconds until a server has recovered from a kill; also the limit of each program that prepares the data."""
 LOCK_S = 60.0
 STOP_S = 60.0
 TAIL_LINES = 15
@@ -63,7 +62,7 @@ _NOBODY = 65534
 
 
 class Identity(NamedTuple):
-    """Whom the server runs as, since it refuses to be root."""
+    """User that the server runs as, since PostgreSQL refuses to run as root."""
 
     name: str
     uid: int
@@ -73,9 +72,9 @@ class Identity(NamedTuple):
 
 
 def url_of(key: str, host: str, port: int | None) -> str:
-    """URL of a job's own server, with the password that is made from the job's key."""
+    """Return the URL of a job's own server, with the password derived from the job's key."""
     password = hmac.new(key.encode(), b"megarl postgres", hashlib.sha256).hexdigest()
-    # A server that asks for the password itself instead of a proof is not ours, but listens on its port.
+    # Refuse a server that asks for the plain password: it is not ours, but listens on our port.
     query = {"require_auth": "scram-sha-256"}
     return URL.create("postgresql+psycopg", NAME, password, host, port, NAME, query).render_as_string(
         hide_password=False
@@ -83,16 +82,16 @@ def url_of(key: str, host: str, port: int | None) -> str:
 
 
 class Server:
-    """``folder`` holds the server's log and a lock that the server itself keeps: no second one starts there, on
-    whichever node, while any process of the first is alive. The data are there too, or on ``disk``.
+    """The job's PostgreSQL server. Its processes hold a lock in ``folder``: no second server starts there, on any node,
+    while one of them is alive. ``folder`` also has the log, and the data unless they are on ``disk``.
 
     Args:
-        key: The job's. It may be another one at each start.
-        port: None chooses one at the first start and keeps it.
-        settings: PostgreSQL's own, beside ``SETTINGS``.
-        held: Open descriptors that its processes inherit.
+        key: The job's key; it may change between starts.
+        port: None chooses a free port at the first start and keeps it.
+        settings: PostgreSQL settings in addition to ``SETTINGS``.
+        held: Open descriptors that the server's processes inherit.
         disk: Folder on a local disk for the data while the server is up; None leaves them in ``folder``.
-        use: Purpose of the server, which decides what is done with data that are on another host (``local_disk.py``).
+        use: Purpose of the server; decides what happens if the data are on another host (``local_disk.py``).
     """
 
     def __init__(
@@ -117,12 +116,12 @@ class Server:
             "max_connections": str(connections + 5),
             **SETTINGS,
             **(settings or {}),
-        }  # 3 are the superuser's
+        }  # 3 are reserved for the superuser
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
-        """URL for ``Store``, with the password: for environments, not for files."""
+        """URL for ``Store``, with the password: put it into environments, never into files."""
         return url_of(self._key, self.host, self.port)
 
     @property
@@ -140,26 +139,25 @@ class Server:
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The server's exit status, None while it runs. It can be started again when it died; its port stays the
-        same."""
+        """Return the server's exit status; None while it runs. A dead server can be started again on the same port."""
         assert self._process is not None, "not started"
         return self._process.poll()
 
     def start(self) -> None:
-        """Make the data where there are none, start, and return when the store can be opened. Ends when this process
-        ends.
+        """Start the server, create its data if there are none, and return when it accepts connections. It ends with
+        this process.
 
         Raises:
-            ConfigError: no PostgreSQL is installed or not the data's, nobody but root can run it, or another server has
-                the data.
-            JobError: it does not start; with its last lines.
+            ConfigError: PostgreSQL is not installed, or not in the data's version; only root could run it; or another
+                server uses the data.
+            JobError: the server does not start; the message has its last lines.
         """
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self.parking.let_go()
         with _locked(self.folder) as lock:
             programs = find_server(self.parking.version())
             self.parking.take()
-            identity = _identity(self.parking.folder)
+            identity = identity_of(self.parking.folder)
             keep = [lock.fileno(), *self._held]
             run = partial(self._run, identity, keep)
             login = f"ALTER ROLE {NAME} LOGIN PASSWORD '{self._password}'\n"
@@ -167,7 +165,7 @@ class Server:
                 _give(self.data, identity.uid)
             else:
                 self._make(programs, run)
-            # Of a killed one: none that runs would let the lock go.
+            # The file of a killed server: a running one would still have the lock.
             (self.data / "postmaster.pid").unlink(missing_ok=True)
             (self.data / "pg_hba.conf").write_text("host all all all scram-sha-256\n")
             run(self._single(programs, self.data), login)
@@ -185,7 +183,7 @@ class Server:
                     stderr=subprocess.STDOUT,
                     cwd=self.parking.folder,
                     env=_environment(),
-                    start_new_session=True,  # Ctrl-C is for the job: the trainer saves before this ends
+                    start_new_session=True,  # Ctrl-C is for the job: the trainer must save before this server ends
                     pass_fds=keep,
                     **_ending_with_us(identity.options, signal.SIGINT),
                 )
@@ -201,7 +199,7 @@ class Server:
         )
 
     def stop(self) -> None:
-        """End it in order: what is under way is rolled back, the files are left complete. Then park them."""
+        """Shut down in order: open transactions are rolled back, the files are complete. Then park the data."""
         if self._process is None:
             return
         for number, grace_s in ((signal.SIGINT, STOP_S), (signal.SIGQUIT, 10.0), (signal.SIGKILL, 10.0)):
@@ -213,17 +211,18 @@ class Server:
         self.parking.park(in_order=self._process.poll() == 0)
 
     def _make(self, programs: Path, run: Callable[..., None]) -> None:
-        """Data with a role that cannot log in yet, and its database; renamed when they are complete."""
+        """Create the data with a role that cannot log in yet, and its database; rename them when complete."""
         new = self.parking.folder / "new"
         shutil.rmtree(new, ignore_errors=True)
-        # The superuser has no password: nobody can log in as it, it is for the line below and in ``start``.
+        # The superuser has no password, so it cannot log in; only ``_single`` uses it.
         unsafe = ["--no-sync"] if self._settings.get("fsync") == "off" else []
         run([programs / "initdb", "-D", new, *INITDB, *unsafe])
         run(self._single(programs, new), f"CREATE ROLE {NAME}\nCREATE DATABASE {NAME} OWNER {NAME}\n")
         new.rename(self.data)
 
     def _single(self, programs: Path, data: Path) -> list[str | Path]:
-        """A server without a port that runs the lines of its input: as superuser, before anybody can connect."""
+        """Return the command of a server without a port, which runs its input as superuser before clients can
+        connect."""
         settings = {**self._settings, "exit_on_error": "on", "log_min_error_statement": "panic"}
         return [
             programs / "postgres",
@@ -235,7 +234,7 @@ class Server:
         ]
 
     def _run(self, identity: Identity, keep: Sequence[int], argv: list[str | Path], text: str = "") -> None:
-        """Raises JobError with the last lines of a program that fails, or does not end."""
+        """Run a program. Raises JobError with its last lines if it fails or exceeds its time limit."""
         process = subprocess.Popen(
             argv,
             stdin=subprocess.PIPE,
@@ -251,7 +250,7 @@ class Server:
         try:
             output, _ = process.communicate(text, timeout=START_S)
         except BaseException as error:
-            _kill_session(process)
+            kill_session(process)
             if not isinstance(error, subprocess.TimeoutExpired):
                 raise
             raise JobError(
@@ -280,10 +279,10 @@ class Server:
 
 
 def find_server(version: str | None = None) -> Path:
-    """The folder of PostgreSQL's ``initdb`` and ``postgres``: of PATH, else the newest of Debian's. ``version``: the
-    major version that the data were made with, which no other reads.
+    """Return the folder of PostgreSQL's ``initdb`` and ``postgres``: from PATH, else the newest of Debian's.
+    ``version``: major version that made the data; other versions cannot read them.
 
-    Raises ConfigError when it is not installed.
+    Raises ConfigError if PostgreSQL is not installed.
     """
     debian = sorted(DEBIAN.glob("*/bin"), key=lambda p: [int(n) for n in re.findall(r"\d+", str(p))], reverse=True)
     in_path = shutil.which("initdb")
@@ -308,7 +307,7 @@ def find_server(version: str | None = None) -> Path:
 
 
 def _version(folder: Path) -> str:
-    """Major version."""
+    """Return PostgreSQL's major version."""
     try:
         program: list[str | Path] = [folder / "postgres", "--version"]
         said = subprocess.run(program, capture_output=True, text=True, env=_environment(), timeout=LOCK_S).stdout
@@ -319,12 +318,12 @@ def _version(folder: Path) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Part of our environment that PostgreSQL needs: no key of the job or of its user."""
+    """Return the variables that PostgreSQL needs: no key of the job or of its user."""
     return {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | {"LC_ALL": "C"}
 
 
-def _kill_session(process: subprocess.Popen[str]) -> None:
-    """End a program that leads its session, and its children; remove their shared memory."""
+def kill_session(process: subprocess.Popen[str]) -> None:
+    """Kill a session leader and its children; remove their shared memory."""
     segments = shared_memory(process.pid)
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -336,7 +335,7 @@ def _kill_session(process: subprocess.Popen[str]) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[IO[bytes]]:
-    """Hold the folder until the end of the block, and as long as a process that got the descriptor lives."""
+    """Lock the folder until the block ends and all processes that inherited the descriptor have ended."""
     deadline = time.monotonic() + LOCK_S
     with (folder / "lock").open("ab") as handle:
         while True:
@@ -358,10 +357,10 @@ def _locked(folder: Path) -> Iterator[IO[bytes]]:
         yield handle
 
 
-def _identity(folder: Path) -> Identity:
-    """Whom the server can run as, such that it reaches ``folder``.
+def identity_of(folder: Path) -> Identity:
+    """Return a user for the server that can write in ``folder``; root only under another number, in a user namespace.
 
-    Raises ConfigError when we are root and there is nobody else.
+    Raises ConfigError if this process is root and no other user can.
     """
     if os.geteuid() != 0:
         return Identity(pwd_name(os.geteuid()), os.geteuid(), {})
@@ -370,10 +369,10 @@ def _identity(folder: Path) -> Identity:
         for entry in pwd.getpwall()
         if entry.pw_name in ("postgres", "nobody")
     ]
-    candidates.sort(key=lambda identity: identity.name, reverse=True)  # postgres shares its files with nobody
-    # In a namespace of its own root can be called otherwise: for containers with one user, and run.dirs that only root
-    # enters.
-    candidates.append(Identity("root under another number", 0, {"preexec_fn": _rename_root}))
+    candidates.sort(key=lambda identity: identity.name, reverse=True)  # postgres first: other programs run as nobody
+    # A user namespace maps root to another number: for containers with one user, and a run.dir that only root can
+    # enter.
+    candidates.append(Identity("root under another number", 0, {"preexec_fn": rename_root}))
     for identity in candidates:
         _give(folder, identity.uid)
         with suppress(OSError, subprocess.SubprocessError):
@@ -398,8 +397,8 @@ def pwd_name(uid: int) -> str:
         return str(uid)
 
 
-def _rename_root() -> None:
-    """Become, in the child, uid 65534 of a new user namespace, with root's files and none of its powers."""
+def rename_root() -> None:
+    """Turn the child process into uid 65534 of a new user namespace, with root's files and without root's rights."""
     if _LIBC.unshare(_CLONE_NEWUSER) != 0:
         raise OSError(ctypes.get_errno(), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{_NOBODY} 0 1"), ("gid_map", f"{_NOBODY} 0 1")):
@@ -408,25 +407,25 @@ def _rename_root() -> None:
 
 
 def _ending_with_us(options: dict[str, Any], number: signal.Signals) -> dict[str, Any]:
-    """Options under which the process gets this signal when we die."""
+    """Return Popen options with which the process gets this signal when its parent dies."""
     before, parent = options.get("preexec_fn"), os.getpid()
 
     def prepare() -> None:
         if before is not None:
             before()
-        die_with(parent, number)  # last: a change of user would undo it
+        die_with(parent, number)  # last: changing the user would reset it
 
     return {**options, "preexec_fn": prepare}
 
 
 def _give(folder: Path, uid: int) -> None:
-    """Make ``uid`` the owner of a folder and all that is in it."""
+    """Make ``uid`` the owner of a folder and all files in it."""
     if not folder.exists() or os.geteuid() != 0 or folder.stat().st_uid == uid:
         return
     for parent, folders, files in os.walk(folder):
         for name in [*folders, *files]:
             os.chown(os.path.join(parent, name), uid, -1, follow_symlinks=False)
-    os.chown(folder, uid, -1)  # last: it marks that all is done
+    os.chown(folder, uid, -1)  # last: the folder's owner marks that all files are done
 
 
 def _tail(text: str) -> str:

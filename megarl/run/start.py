@@ -1,6 +1,6 @@
 """``python -m megarl.run.start trainer|explorer|bench --config RUN/resolved.json``: one process of a job.
 
-Imports nothing heavy at the top: explorer and bench need no torch.
+Heavy imports are inside functions: explorer and bench need no torch.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from megarl.core.processes.secrets import hide_secrets
 def main() -> int:
     """Run the process that the first argument names; return the exit status."""
     role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
-    hide_secrets()  # from commands that are agents
+    hide_secrets()  # from commands of agents
     with uncollected():
         if role == "explorer":
             from megarl.rewards.pool.child import fork_root
 
-            fork_root()  # heartbeat and watch of the parent are threads
-        heartbeat.begin()  # `kill -USR1 <pid>` writes into its log where a process is blocked
+            fork_root()  # heartbeat and parent watch run in threads
+        heartbeat.begin()  # `kill -USR1 <pid>` writes the process's stacks to its log
         end_after_parent()
         if role == "trainer":
             from megarl.train.trainer import main as run
@@ -43,12 +43,13 @@ def main() -> int:
         leave(run, arguments)
     status = run(arguments)
     if status == MemoryFullError.STATUS:
-        _end(status)  # its peers fail when its connections close: by then its own status must be there
+        _end(status)  # its peers fail when its connections close: its own status must exist before
     return status
 
 
 def leave(run: Callable[[list[str]], int], arguments: list[str]) -> NoReturn:
-    """End the process with ``run``: Python would wait for threads first, in which an agent's client may block."""
+    """Run ``run`` and end the process with its status, without waiting for threads: an agent's client may block in
+    one."""
     try:
         status = run(arguments)
     except SystemExit:

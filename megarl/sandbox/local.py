@@ -31,7 +31,8 @@ class LocalSandbox:
     self-test."""
 
     def __init__(self, host: Host) -> None:
-        self._host = host
+        self.host = host
+        """What this machine has for a sandbox."""
         self._threads = threading.local()
 
     def run(self, program: str, tests: Sequence[Test], limits: Limits, stop: bool = False) -> list[Result]:
@@ -93,22 +94,22 @@ class LocalSandbox:
         return CheckResult(tuple(found["passed"]), tuple(found["reasons"]), None, limit, stderr, verdict.seconds)
 
     def describe(self) -> str:
-        slow = "" if self._host.nested else "; slowly: no namespaces within namespaces"
-        return f"bubblewrap on this machine, Python {self._host.version} ({self._host.python}){slow}"
+        slow = "" if self.host.nested else "; slowly: no namespaces within namespaces"
+        return f"bubblewrap on this machine, Python {self.host.version} ({self.host.python}){slow}"
 
     @contextlib.contextmanager
     def open(self, limits: Limits, passed: socket.socket | None = None) -> Iterator[Box]:
         """A sandbox that nothing has run in; ``passed`` goes into it beside its link. All of it is gone when the
         context is left."""
-        if not self._host.nested:
-            outer = Outer(self._host, "launcher", limits.tmp_bytes, passed, filtered=True)
+        if not self.host.nested:
+            outer = Outer(self.host, "launcher", limits.tmp_bytes, passed, filtered=True)
             with Box(outer, outer.link, limits) as box:
                 yield box
             return
         idle: list[Zygote] = self._threads.__dict__.setdefault("idle", [])
         while idle and not idle[-1].end():  # nothing to end: it answers, if nobody has killed it
             idle.pop()
-        zygote = idle.pop() if idle else Zygote(self._host)
+        zygote = idle.pop() if idle else Zygote(self.host)
         with Box(zygote, zygote.open(limits.tmp_bytes, passed), limits) as box:
             yield box
         if not box.lost:

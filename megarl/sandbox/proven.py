@@ -11,7 +11,8 @@ from megarl.sandbox import host, selftest
 from megarl.sandbox.local import LocalSandbox
 
 _lock = threading.Lock()
-_proven: dict[str | None, LocalSandbox] = {}
+known: dict[str | None, LocalSandbox] = {}
+"""Interpreter that was asked for -> the sandbox that a self-test has proven."""
 
 
 def local_sandbox(python: str | None = None) -> LocalSandbox:
@@ -20,7 +21,7 @@ def local_sandbox(python: str | None = None) -> LocalSandbox:
     Raises SandboxError when the isolation is not proven.
     """
     with _lock:
-        if python not in _proven:
+        if python not in known:
             found = host.find(python)
             try:
                 sandbox = LocalSandbox(found)
@@ -28,6 +29,6 @@ def local_sandbox(python: str | None = None) -> LocalSandbox:
             except SandboxError as error:
                 sandbox = LocalSandbox(dataclasses.replace(found, nested=False))
                 selftest.prove(sandbox)
-                logging.warning("each program is run by a bwrap of its own, which is slow, for here %s", error)
-            _proven[python] = sandbox
-        return _proven[python]
+                logging.warning("each program is run by a separate bwrap, which is slow, for here %s", error)
+            known[python] = sandbox
+        return known[python]

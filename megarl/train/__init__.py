@@ -1,6 +1,6 @@
-"""The trainer: a step's services and parts make new weights out of trajectories.
+"""The trainer: a step's services and parts turn trajectories into new weights.
 
-Code here runs on every trainer rank at once. Only rank 0 writes to the buffer or calls an engine.
+Code here runs on all trainer ranks. Only rank 0 writes to the buffer or calls an engine.
 """
 
 FACE = ("tracking", "trainer")

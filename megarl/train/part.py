@@ -1,4 +1,4 @@
-"""A part of a training job: what one feature adds to its steps. A job has those that its settings ask for."""
+"""Part of a training job: the hooks through which one feature joins its steps. Settings select a job's parts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Metrics = dict[str, float]
 
 @dataclass
 class StepData:
-    """Trajectories and rows that a step trains with, until its batch is made."""
+    """Trajectories and expert rows of a step, kept until its batch is made."""
 
     groups: StepGroups
     trajectories: list[Trajectory]
@@ -41,14 +41,14 @@ class StepData:
     metrics: Metrics = field(default_factory=dict)
 
     def clear(self) -> None:
-        """Let go of the trajectories: the batch has their arrays."""
+        """Drop the trajectories: the batch has copied their arrays."""
         self.trajectories.clear()
         self.groups.trajectories.clear()
 
 
 @dataclass(frozen=True)
 class Services:
-    """Services of a job that samples. A part's constructor names those that it uses."""
+    """Services of a job that samples. A part's constructor names the services that it uses."""
 
     config: Config
     algorithm: Algorithm
@@ -60,7 +60,7 @@ class Services:
     memory: PhaseMemory
     reader: RolloutReader
     links: WeightPublisher | None
-    """None where weights are delivered as files."""
+    """None if weights are delivered as files."""
     weights: WeightSync
     rollouts: Rollouts
     evaluation: Evaluates
@@ -72,33 +72,33 @@ class Services:
 
 
 class Part:
-    """Hooks, which do nothing by default. Every rank calls every hook, in the order of ``parts.PARTS``."""
+    """Hooks of a step; the defaults do nothing. Every rank calls every hook, in the order of ``parts.PARTS``."""
 
     def begin(self, state: TrainState) -> None:
-        """Act at the beginning of a step, before its weights are published."""
+        """Run at the beginning of a step, before its weights are published."""
 
     def evaluated(self, state: TrainState) -> SentWeights | None:
-        """Return other weights than the actor's for an evaluation to ask; None: the actor's."""
+        """Return the weights that an evaluation uses; None for the actor's weights."""
         return None
 
     def before_publish(self, state: TrainState) -> None:
-        """Act before engines are given weights, in a step or for an evaluation. Raises Stopped."""
+        """Run before engines receive weights, in a step or for an evaluation. Raises Stopped."""
 
     def after_publish(self, state: TrainState) -> Metrics:
-        """Act when the engines have the weights, proven equal; return metrics of it."""
+        """Run once the engines have verified weights; return metrics."""
         return {}
 
     def before_batch(self, state: TrainState, data: StepData) -> None:
-        """Act when the step's groups are there and no model has computed with them. May change ``data``."""
+        """Run when the step's groups are complete, before any model computes with them. May change ``data``."""
 
     def before_update(self, state: TrainState, batch: StepBatch) -> None:
-        """Act when inference has filled the batch, and nothing has been updated with it."""
+        """Run after inference has filled the batch, before the first update."""
 
     def after_update(self, state: TrainState) -> None:
-        """Act when the models are updated, before a checkpoint counts that. ``state`` is that before the step."""
+        """Run after the models are updated, before a checkpoint counts that. ``state`` is the state before the step."""
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
-        """Act when the step counts, before its metrics are written."""
+        """Run after the step counts, before its metrics are written."""
 
     def finish(self) -> None:
-        """Act after the last step and the last evaluation."""
+        """Run after the last step and the last evaluation."""

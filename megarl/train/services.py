@@ -22,7 +22,7 @@ from megarl.train.sync.weights import WeightSync
 
 
 def services_of(rank: TrainerRank) -> Services:
-    """Make the services beside a rank's models. No engine is joined yet."""
+    """Make the services for a rank's models. No engine is joined yet."""
     config = rank.config
     place = (rank.context, rank.store, rank.ranks, rank.reporter)
     layout = (config, rank.models.actor.model.layout, rank.models.hf_config, rank.context.rank)

@@ -1,4 +1,4 @@
-"""A step of reinforcement learning: weights to the engines, answers back, an update. Features are ``parts``."""
+"""A step of reinforcement learning: weights to the engines, responses back, an update. Features are ``parts``."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from megarl.train.update.gap import engine_gap
 
 
 class OnlineSteps:
-    """Steps that train on answers which engines sample with the weights of the step (``course.Steps``)."""
+    """Steps that train on responses sampled with the step's weights (``course.Steps``)."""
 
     services: Services
     parts: Sequence[Part] = ()
     is_connected = False
     """True once ``services`` and ``parts`` are made."""
     rollbacks = 0
-    """Number of rollbacks before the last publication."""
+    """Number of rollbacks at the last publication."""
     evaluated: Metrics | None = None
-    """Metrics of the publication for an evaluation; the step that follows samples with that version too."""
+    """Metrics of a publication for an evaluation; the next step samples with the same version."""
     has_given = False
     """True while engines have other weights than the actor's, for an evaluation."""
 
@@ -73,7 +73,7 @@ class OnlineSteps:
                     part.before_update(state, batch)
                 after, trained = rank.learner.train_step(state, batch)
                 trained |= engine_gap(batch, sampled, rank.config)
-            # Rewards in the metrics of the estimate are those with the KL taken off.
+            # Rewards in the estimator's metrics already have the KL penalty subtracted.
             metrics = trajectory_metrics(batch.outcomes, data.groups.report) | data.metrics | trained | synced
             metrics |= data.groups.account.metrics(batch.trained, batch.excluded)
             for part in self.parts:
@@ -87,7 +87,7 @@ class OnlineSteps:
         return after
 
     def publish(self, state: TrainState, given: SentWeights | None = None) -> Metrics:
-        """Give the engines the actor's weights, or ``given``, under a new version, proven equal. Raises Stopped."""
+        """Publish the actor's weights, or ``given``, to the engines under a new, verified version. Raises Stopped."""
         for part in self.parts:
             part.before_publish(state)
         metrics = self.services.weights.publish(state.step, given)
@@ -96,20 +96,20 @@ class OnlineSteps:
         return metrics
 
     def publish_if_due(self, state: TrainState) -> Metrics:
-        """Publish the weights where the step needs other ones than were published last. Raises Stopped."""
+        """Publish the weights if the step needs newer ones than were published last. Raises Stopped."""
         weights, synced = self.services.weights, dict[str, float]()
         due = Pacing.of(self.rank.config.sync).publishes(state.step) or self.has_given
         if due or self.rollbacks != state.rollbacks or not weights.version.n:
-            # Where a model has computed since, engines on its device may have left.
+            # If a model has computed since, colocated engines may have freed their memory.
             published = self.evaluated if self.rank.memory.phase is Phase.ROLLOUT else None
             synced, self.rollbacks, self.has_given = published or self.publish(state), state.rollbacks, False
         self.evaluated = None
         if self.rank.context.rank == 0:
-            self.rank.store.pacing.record_live(weights.version)  # also those that an evaluation has published
+            self.rank.store.pacing.record_live(weights.version)  # also versions published by an evaluation
         return synced
 
     def take(self, state: TrainState) -> StepData:
-        """Wait for the step's groups, and verify them. Raises Stopped; NonRetryableError where nothing is left."""
+        """Wait for the step's groups and verify them. Raises Stopped; NonRetryableError if no group is left."""
         services, weights, models = self.services, self.services.weights, self.rank.models
         groups = services.rollouts.groups(state, Published(weights.version, weights.step))
         if not groups.trajectories:
@@ -123,7 +123,7 @@ class OnlineSteps:
         return StepData(groups, groups.trajectories, images)
 
     def prepare(self, state: TrainState) -> None:
-        """Build the models beside the actor."""
+        """Build the other models."""
         self.rank.build_models(state)
 
     def connect(self) -> None:
@@ -142,5 +142,5 @@ class OnlineSteps:
         given = next((found for part in self.parts if (found := part.evaluated(state)) is not None), None)
         synced, self.has_given = self.publish(state, given), given is not None
         evaluation.run(state, self.services.weights.version, name)
-        # Engines that keep the version are left out of the next one, which the others are given.
+        # Engines that keep this version skip the next one, which the others get.
         self.evaluated = None if evaluation.is_open or self.has_given else synced

@@ -1,8 +1,8 @@
-"""Trackers beside TensorBoard: W&B and MLflow, from the same metrics under the same names. They never stop or delay
+"""Trackers in addition to TensorBoard: W&B and MLflow, with the same metrics and names. They never stop or delay
 training.
 
-Each has a thread of its own: what a service takes (a network that hangs, retries) is not a step's time. The first
-failure is logged and ends the tracker for this start of the job; ``metrics.jsonl`` has everything in any case.
+Each runs in a separate thread, so a slow service (a hanging network, retries) delays no step. The first failure is
+logged and ends the tracker until the job restarts; ``metrics.jsonl`` is always complete.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from megarl.core.metrics import Tracker
 log = logging.getLogger(__name__)
 
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
-"""Tracker -> the package that is imported for it; mlflow-skinny has mlflow too."""
+"""Tracker -> package to import for it; mlflow-skinny provides mlflow too."""
 IDS = "trackers.json"
-"""File in the run's directory with the ids under which its trackers go on when the job is resumed."""
+"""File in the run's directory with the trackers' run ids, which a resumed job continues."""
 WAITING = 10_000
-"""Records that may wait for a service; further ones are dropped."""
+"""Maximum number of queued records; further ones are dropped."""
 CLOSE_S = 30.0
-"""Seconds that the end of a job waits for a tracker to send the rest."""
+"""Seconds that a job waits at its end for a tracker to send queued records."""
 
 
 class RunInfo(NamedTuple):
-    """Facts of the run for a tracker."""
+    """Facts about the run for a tracker."""
 
     name: str
     folder: Path
@@ -49,7 +49,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Raise ConfigError for a tracker whose package is not installed."""
     for name in names:
         spec = importlib.util.find_spec(PACKAGES[name])
-        if spec is None or spec.origin is None:  # a folder of that name that a run has left is none
+        if spec is None or spec.origin is None:  # a folder of that name left by a run is not a package
             raise ConfigError(
                 f"trainer.trackers has {name}, but the package {PACKAGES[name]} is not installed; pip install "
                 f"{PACKAGES[name]}, or leave it out"
@@ -57,12 +57,12 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_trackers(names: Sequence[str], run: RunInfo) -> list[ThreadedTracker]:
-    """Open those of ``names`` that ``TRACKERS`` has; TensorBoard is ``metrics.MetricWriter``'s own."""
+    """Open the trackers in ``names`` that ``TRACKERS`` has; ``metrics.MetricWriter`` writes TensorBoard."""
     return [ThreadedTracker(name, lambda make=TRACKERS[name]: make(run)) for name in names if name in TRACKERS]  # type: ignore[misc]
 
 
 class ThreadedTracker:
-    """A tracker in a thread of its own: calls return at once and raise nothing."""
+    """A tracker in a separate thread: calls return immediately and raise nothing."""
 
     def __init__(self, name: str, open_tracker: Callable[[], Tracker]) -> None:
         self.name = name
@@ -70,12 +70,12 @@ class ThreadedTracker:
         self._lock = threading.Lock()
         self._open = open_tracker
         self._records: queue.Queue[tuple[int, dict[str, float], bool] | None] = queue.Queue(WAITING)
-        # A daemon: a service that hangs keeps no process alive.
+        # A daemon thread: a hanging service keeps no process alive.
         self._thread = threading.Thread(target=self._serve, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def write(self, step: int, metrics: Mapping[str, float], warm_start: bool) -> None:
-        """Hand over a step's metrics; returns at once."""
+        """Queue a step's metrics; return immediately."""
         if not self.failed.is_set():
             try:
                 self._records.put_nowait((step, dict(metrics), warm_start))
@@ -83,9 +83,9 @@ class ThreadedTracker:
                 self._fail(f"it has not taken the last {WAITING} records")
 
     def close(self) -> None:
-        """Send what waits, for ``CLOSE_S`` at most."""
+        """Send queued records, for ``CLOSE_S`` at most."""
         if not self.failed.is_set():
-            with suppress(queue.Full):  # it hangs: so does its thread
+            with suppress(queue.Full):  # a full queue: the thread hangs
                 self._records.put(None, timeout=CLOSE_S)
             self._thread.join(CLOSE_S)
             if self._thread.is_alive():
@@ -97,9 +97,7 @@ class ThreadedTracker:
             while (record := self._records.get()) is not None:
                 tracker.write(*record)
             tracker.close()
-        except (
-            Exception
-        ) as error:  # whatever goes wrong in a service, and they raise what they like, is not the training's concern
+        except Exception as error:  # no error of a service, of any type, may stop training
             self._fail(f"{type(error).__name__}: {error}")
 
     def _fail(self, reason: str) -> None:
@@ -113,7 +111,7 @@ class ThreadedTracker:
 
 
 class _WandB:
-    """W&B. A step is its own axis: W&B's counter never goes back, a job that resumes does."""
+    """W&B. The step is a separate axis, because W&B's counter never goes back and a resumed job does."""
 
     def __init__(self, run: RunInfo) -> None:
         wandb: Any = importlib.import_module("wandb")
@@ -139,8 +137,8 @@ class _WandB:
 
 
 class _MLflow:
-    """MLflow, by its client alone, which has no state of the process. Without MLFLOW_TRACKING_URI: files in the run's
-    directory."""
+    """MLflow through its client, which has no process-wide state. Without MLFLOW_TRACKING_URI it writes files in the
+    run's directory."""
 
     def __init__(self, run: RunInfo) -> None:
         tracking: Any = importlib.import_module("mlflow.tracking")
@@ -149,7 +147,7 @@ class _MLflow:
         if "MLFLOW_TRACKING_URI" not in os.environ:
             os.environ.setdefault(
                 "MLFLOW_ALLOW_FILE_STORE", "true"
-            )  # 3.17 wants to be told; mlflow-skinny has no other local store
+            )  # required by 3.17; mlflow-skinny has no other local store
         self._client: Any = tracking.MlflowClient(tracking_uri=mlflow_uri(run.folder))
         known = _known_id(run.folder, "mlflow")
         if known is None:
@@ -166,9 +164,9 @@ class _MLflow:
 
     def write(self, step: int, metrics: Mapping[str, float], warm_start: bool) -> None:
         now = int(time.time() * 1000)
-        # The characters that its names may have; a run's own data sources are in some of ours.
+        # Characters that MLflow allows in names; some of our names contain the run's data sources.
         batch = [self._metric(re.sub(r"[^\w\-. /:]", "_", name), value, now, step) for name, value in metrics.items()]
-        for start in range(0, len(batch), 1000):  # its limit of a request
+        for start in range(0, len(batch), 1000):  # MLflow's limit per request
             self._client.log_batch(self._id, metrics=batch[start : start + 1000])
 
     def close(self) -> None:

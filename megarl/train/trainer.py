@@ -29,7 +29,7 @@ STEPS: dict[Mode, Callable[[TrainerRank], Steps]] = {"both": OnlineSteps, "train
 
 
 def loop_of(config: Config) -> Callable[[TrainerRank], None]:
-    """Return the loop of a job: megarl's for the kind of job, or that of ``trainer.loop``. Raises ConfigError."""
+    """Return the training loop: megarl's for this kind of job, or ``trainer.loop``'s. Raises ConfigError."""
     path = config.trainer.loop
     if path is not None:
         parts = ", ".join(part.__name__ for wanted, part in PARTS if wanted(config))
@@ -45,8 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="resolved.json of the run")
     config = load_resolved(parser.parse_args(argv).config)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    # Megatron logs its settings and warns of every fusion that needs TransformerEngine or apex; `megarl doctor` reports
-    # which.
+    # Megatron logs its settings, and warns of every fusion that needs TransformerEngine or apex; `megarl doctor` lists
+    # these fusions.
     for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("megatron").setLevel(logging.WARNING)

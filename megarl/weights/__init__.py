@@ -1,6 +1,6 @@
-"""Weights outside of any model: which element of a tensor lies where, files, and their conversion.
+"""Weights without a model: layouts of tensors over ranks, files, and conversion between them.
 
-Code here imports ``core``, ``config`` and ``ops``. It builds no model and reads Megatron's parameters by name alone.
+Code here imports ``core``, ``config`` and ``ops``. It builds no model and uses only names of Megatron's parameters.
 """
 
 FACE = (

@@ -51,7 +51,7 @@ class AdapterLab(Lab):
     @property
     def adapters(self) -> AdapterWriter:
         """The worker's, of an engine with adapters of its own."""
-        found: AdapterWriter = self.engine.receiver._adapted._adapters
+        found: AdapterWriter = self.engine.receiver.adapted.adapters
         return found
 
     def rank_of(self, tensors: Any) -> int:
@@ -106,7 +106,7 @@ def other_name(rename: Callable[[str], str], which: str) -> Fault:
         other = rename(name)
         if not name.endswith(which) or other not in self.model.factors:
             return found
-        scale = self._scales.get(other, 1.0)
+        scale = self.scales.get(other, 1.0)
         return self.model.factors[other] * scale
 
     return sent(change)
@@ -128,7 +128,7 @@ def earlier(which: str) -> Fault:
         if not name.endswith(which):
             return found
         old: SeparateTensors = lab.old.shards[lab.rank_of(self)]  # type: ignore[assignment]
-        return old.model.factors[name] * self._scales.get(name, 1.0)
+        return old.model.factors[name] * self.scales.get(name, 1.0)
 
     return sent(change)
 
@@ -140,7 +140,7 @@ def of_other_rank(lab: AdapterLab, self: SeparateTensors, name: str, found: torc
     other: Any = weights.shards[0]
     if mine == 0 or not name.endswith(".b") or other.model.factors[name].shape != found.shape:
         return found
-    return other.model.factors[name] * self._scales[name]
+    return other.model.factors[name] * self.scales[name]
 
 
 def narrow(which: str) -> Fault:
@@ -174,7 +174,7 @@ def merging(change: Callable[[Merge, torch.Tensor, list[LocalAdapter], Factors],
 def _forget_merged(lab: AdapterLab) -> None:
     for weights in (lab.old, lab.new, lab.trial, lab.begun):
         for shard in weights.shards:
-            shard._made.clear()  # type: ignore[attr-defined]
+            shard.made.clear()  # type: ignore[attr-defined]
 
 
 def rescaled(scale: Callable[[LocalAdapter], float]) -> Fault:
@@ -285,16 +285,16 @@ def undelivered(chosen: Callable[[str], bool], *, engine_too: bool = False) -> F
 
         with mock.patch.object(AdapterDelivery, "changed", fewer), ExitStack() as stack:
             for publisher in lab.ranks.publishers:
-                stack.enter_context(mock.patch.object(publisher, "_changes", {}))
+                stack.enter_context(mock.patch.object(publisher, "changes", {}))
             if engine_too:
                 receiver = lab.engine.receiver
-                plan = receiver._plans["all"]
+                plan = receiver.plans["all"]
                 fewer_plan = plan.only(
                     fewer(lab.ranks.publishers[0].connection.adapters, plan.destination).__contains__
                 )
-                stack.enter_context(mock.patch.dict(receiver._plans, {"changed": fewer_plan}))
+                stack.enter_context(mock.patch.dict(receiver.plans, {"changed": fewer_plan}))
                 locals_ = [n for n in fewer_plan.destination.local_shapes(0) if not is_adapter(n)]
-                stack.enter_context(mock.patch.object(receiver._adapted, "_changed", locals_))
+                stack.enter_context(mock.patch.object(receiver.adapted, "changed", locals_))
             yield
 
     return fault
@@ -324,7 +324,7 @@ def copied(*, one: bool) -> Fault:
 
     @contextmanager
     def fault(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
-        whole, chosen = AdapterWriter.tensor, rng.choice(sorted(lab.adapters._shapes))
+        whole, chosen = AdapterWriter.tensor, rng.choice(sorted(lab.adapters.shapes))
 
         def tensor(self: AdapterWriter, name: str) -> torch.Tensor:
             found = whole(self, name)
@@ -339,7 +339,7 @@ def copied(*, one: bool) -> Fault:
 @contextmanager
 def no_layer(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
     """A name stands for a LoRA layer that the model does not have."""
-    places, name = lab.adapters._places, rng.choice(sorted(lab.adapters._shapes))
+    places, name = lab.adapters.places, rng.choice(sorted(lab.adapters.shapes))
     layer = copy.copy(places[name].layer)
     layer.lora_a_stacked = tuple(t.clone() for t in layer.lora_a_stacked)
     layer.lora_b_stacked = tuple(t.clone() for t in layer.lora_b_stacked)
@@ -352,7 +352,7 @@ def no_layer(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
 @contextmanager
 def moved_buffers(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
     """A layer's buffers are other memory than at the start."""
-    layer = rng.choice(list(lab.adapters._places.values())).layer
+    layer = rng.choice(list(lab.adapters.places.values())).layer
     before = layer.lora_a_stacked
     layer.lora_a_stacked = tuple(t.clone() for t in before)
     yield
@@ -366,7 +366,7 @@ def places_exchanged(rename: Callable[[str], str]) -> Fault:
 
     @contextmanager
     def fault(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
-        places, shapes = lab.adapters._places, lab.adapters._shapes
+        places, shapes = lab.adapters.places, lab.adapters.shapes
         other = {
             name: places[rename(name)]
             for name in shapes
@@ -385,11 +385,11 @@ def written_over(change: Callable[[torch.Tensor, Sequence[int]], None]) -> Fault
     @contextmanager
     def fault(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
         finish = AdapterWriter.finish
-        name = rng.choice([n for n, shape in sorted(lab.adapters._shapes.items())])
+        name = rng.choice([n for n, shape in sorted(lab.adapters.shapes.items())])
 
         def then(self: AdapterWriter) -> None:
             finish(self)
-            change(self._places[name].buffer(0), self._shapes[name])
+            change(self.places[name].buffer(0), self.shapes[name])
 
         with mock.patch.object(AdapterWriter, "finish", then):
             yield
@@ -409,7 +409,7 @@ def _narrow(buffer: torch.Tensor, shape: Sequence[int]) -> None:
 @contextmanager
 def no_slot(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
     """vLLM has dropped the adapter from its slot."""
-    manager, finish = lab.adapters._manager, AdapterWriter.finish
+    manager, finish = lab.adapters.manager, AdapterWriter.finish
     before = list(manager.lora_index_to_id)
 
     def then(self: AdapterWriter) -> None:
@@ -450,7 +450,7 @@ def kernel(changed: Callable[[Callable[..., None], Any, Any, torch.Tensor, float
 @contextmanager
 def one_layer_alone(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
     """One layer computes without its adapter."""
-    layer = rng.choice([place.layer for place in lab.adapters._places.values()])
+    layer = rng.choice([place.layer for place in lab.adapters.places.values()])
     base = layer.base_layer
     with mock.patch.object(layer, "apply", lambda x, bias=None: base.quant_method.apply(base, x, bias)):
         yield
@@ -462,21 +462,21 @@ def one_layer_alone(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
 @contextmanager
 def rounded_by_engine(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
     """The engine rounds what it was given to bfloat16."""
-    pack = SliceWriter._pack
+    pack = SliceWriter.pack
 
     def narrow_first(self: SliceWriter, module: Any) -> None:
         for parameter in module.parameters(recurse=False):
             parameter.data.copy_(parameter.data.bfloat16())
         pack(self, module)
 
-    with mock.patch.object(SliceWriter, "_pack", narrow_first):
+    with mock.patch.object(SliceWriter, "pack", narrow_first):
         yield
 
 
 @contextmanager
 def kept_layer(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
     """One adapted layer keeps its old tensors, as if its new ones had been packed."""
-    owner = lab.engine.receiver._writer._owner
+    owner = lab.engine.receiver.writer.owner
     module, _ = owner[rng.choice(sorted(name for name in owner if "_proj" in name))]
     process = layerwise._layerwise_process
 
@@ -493,7 +493,7 @@ def kept_layer(lab: AdapterLab, rng: random.Random) -> Iterator[None]:
 
 def copied_merged(lab: AdapterLab, rng: random.Random) -> AbstractContextManager[None]:
     """A merged tensor is written into a copy that the model does not read."""
-    chosen = rng.choice(sorted(name for name in lab.engine.receiver._writer._owner if "_proj" in name))
+    chosen = rng.choice(sorted(name for name in lab.engine.receiver.writer.owner if "_proj" in name))
     tensor = SliceWriter.tensor
 
     def copied(self: SliceWriter, name: str) -> torch.Tensor:

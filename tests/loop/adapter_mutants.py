@@ -167,7 +167,7 @@ def lab_of(folder: Path, way: Way) -> Iterator[tuple[AdapterLab, list[AdapterWei
     LocalControl.engine = LocalEngine(running.model_path, lora=LORA if way == "separate" else None)
     for module, name, ours in ((fleet, "EngineControl", LocalControl), (link, "join", join)):
         setattr(module, name, ours)
-    for name in ("_buckets_from", "_buckets_to"):  # of three ranks in this process, not one
+    for name in ("buckets_from", "buckets_to"):  # of three ranks in this process, not one
         setattr(execute, name, lru_cache(None)(getattr(execute, name).__wrapped__))
     ranks = ranks_of(running)
     trainers = Trainers(running.model_path, len(ranks.publishers), ranks.layout, way)
@@ -217,7 +217,7 @@ def sync(lab: AdapterLab, version: WeightsVersion) -> Exception | None:
 def forget(lab: AdapterLab) -> None:
     """Make the engine one that has just joined."""
     publisher = lab.ranks.publishers[0]
-    publisher._tried, publisher._whole = set(), set()
+    publisher.tried, publisher.whole = set(), set()
 
 
 def check_of(failure: Exception) -> str:

@@ -19,9 +19,9 @@ class FaultyWorker(WorkerExtension):
     def fault_leave_experts_unpacked(self, leave: bool) -> None:
         """What vLLM's own reload does on CPU."""
         if leave:
-            writer._repack_experts = lambda model: None
+            writer.repack_experts = lambda model: None
         else:
-            writer._repack_experts = _REPACK
+            writer.repack_experts = _REPACK
 
     def fault_stale_absorbed_weights(self) -> None:
         """Latent attention goes on with another matrix than its projection's, as if it had not been made again."""
@@ -103,5 +103,5 @@ def _put(weights: list[tuple[Any, dict[str, Any]]]) -> None:
                 getattr(module, name).data.copy_(value)
 
 
-_REPACK = writer._repack_experts
+_REPACK = writer.repack_experts
 _QUANTISE = fp8._fp8_quant_per_channel

@@ -11,7 +11,7 @@ from megarl.config.lora import LoraConfig
 from megarl.core.errors import EngineError
 from megarl.engines.client.control import EngineControl, failures
 from megarl.engines.client.names import EIGHT_BITS, PLUGIN
-from megarl.run.supervise.engine_process import _adapter_options
+from megarl.run.supervise.engine_process import adapter_options
 
 _STEPS = {
     "/init_weight_transfer_engine": "init_weight_transfer_engine",
@@ -42,7 +42,7 @@ class LocalEngine:
             from megarl.engines.sync import one_adapter
 
             one_adapter.install()
-            _, _, max_loras, _, largest, _, *layers = _adapter_options(str(path), lora)
+            _, _, max_loras, _, largest, _, *layers = adapter_options(str(path), lora)
             adapters = {"enable_lora": True, "max_loras": int(max_loras), "max_lora_rank": int(largest)}
             adapters["lora_target_modules"] = layers
         self.llm = LLM(
@@ -130,7 +130,7 @@ class LocalControl(EngineControl):
     engine: LocalEngine
     """The one of this process."""
 
-    def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+    def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         asked = json.loads(json.dumps(body))
         answer = self.engine.tamper(path, self.engine.answer(path, asked, proving=self.proving))
         return json.loads(json.dumps(answer))

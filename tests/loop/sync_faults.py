@@ -22,7 +22,7 @@ from megarl.engines.sync.writer import SliceWriter
 from megarl.train.sync import publish
 from megarl.weights.reshard import boxes
 from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice
-from megarl.weights.reshard.execute import _buckets_from, _slice, _view, fold
+from megarl.weights.reshard.execute import buckets_from, fold, local_view, message_view
 from tests.loop.local_engine import LocalEngine
 from tests.loop.trainers import Flipping, Ranks, Sent
 
@@ -58,7 +58,7 @@ class Lab:
     def buckets(self, rank: int) -> list[Bucket]:
         """Messages of a rank, in the order in which it sends them; the last one is empty."""
         plan = self.ranks.publishers[rank].connection.parts[0].plan
-        return _buckets_from(plan, rank, self.bucket_bytes, self.engine.receiver.model_config.dtype)
+        return buckets_from(plan, rank, self.bucket_bytes, self.engine.receiver.model_config.dtype)
 
     def bucket(self, rng: random.Random, least: int = 1) -> tuple[int, Bucket]:
         """A rank, and one of its messages of at least so many slices."""
@@ -67,7 +67,7 @@ class Lab:
 
     def module(self, rng: random.Random) -> tuple[Any, str]:
         """A module that has weights, and the path of one of its local tensors."""
-        owner = self.engine.receiver._writer._owner
+        owner = self.engine.receiver.writer.owner
         name = rng.choice(sorted(owner))
         return owner[name][0], name
 
@@ -129,7 +129,7 @@ def content(lab: Lab, rank: int, bucket: Bucket, change: Callable[[torch.Tensor]
 
 def part(flat: torch.Tensor, slice_: BucketSlice) -> torch.Tensor:
     """The bytes of a slice in its message."""
-    return _view(flat, slice_).view(-1).view(torch.uint8)
+    return message_view(flat, slice_).view(-1).view(torch.uint8)
 
 
 def flipped_bits(count: int) -> Fault:
@@ -181,7 +181,7 @@ def other_tensor(lab: Lab, rng: random.Random) -> AbstractContextManager[None]:
     source = lab.new.shards[rank][rng.choice(names)].contiguous().view(-1)
 
     def change(flat: torch.Tensor) -> None:
-        to = _view(flat, slice_).view(-1)
+        to = message_view(flat, slice_).view(-1)
         to.copy_(source.nan_to_num().repeat(-(-len(to) // len(source)))[: len(to)])
 
     return content(lab, rank, bucket, change)
@@ -225,7 +225,9 @@ def earlier_message(lab: Lab, rng: random.Random) -> AbstractContextManager[None
 
 def _earlier(lab: Lab, rank: int, flat: torch.Tensor, slices: Sequence[BucketSlice]) -> None:
     for slice_ in slices:
-        _view(flat, slice_).copy_(_slice(lab.old.shards[rank][slice_.move.src_local], slice_, slice_.move.src_at))
+        message_view(flat, slice_).copy_(
+            local_view(lab.old.shards[rank][slice_.move.src_local], slice_, slice_.move.src_at)
+        )
 
 
 def other_dtype(lab: Lab, rng: random.Random) -> AbstractContextManager[None]:
@@ -235,7 +237,7 @@ def other_dtype(lab: Lab, rng: random.Random) -> AbstractContextManager[None]:
     size, dtype = slice_.dtype.itemsize, rng.choice(NARROWER[slice_.dtype.itemsize])
 
     def change(flat: torch.Tensor) -> None:
-        to = _view(flat, slice_)
+        to = message_view(flat, slice_)
         if dtype is None:
             part(flat, slice_).view(-1, size).copy_(part(flat, slice_).view(-1, size).flip(1))
         else:
@@ -398,10 +400,10 @@ def disagreed(name: str, value: Any) -> Fault:
     @contextmanager
     def fault(lab: Lab, rng: random.Random) -> Iterator[None]:
         leader = lab.ranks.publishers[0].connection
-        told = leader._init_info
+        told = leader.init_info
         for publisher in lab.ranks.publishers:
             publisher.connection.disconnect()
-        with mock.patch.object(leader, "_init_info", lambda *args: told(*args) | {name: value}):
+        with mock.patch.object(leader, "init_info", lambda *args: told(*args) | {name: value}):
             yield
 
     return fault
@@ -488,7 +490,7 @@ def recounted_slice(lab: Lab, rng: random.Random) -> Iterator[None]:
     def count(self: SliceWriter, name: str, numel: int) -> None:
         if name == chosen and left[0]:
             left[0] -= 1
-            self._left[self._owner[name][0]] -= numel
+            self.left[self.owner[name][0]] -= numel
         wrote(self, name, numel)
 
     with mock.patch.object(SliceWriter, "wrote", count):

@@ -93,7 +93,7 @@ def lab_of(folder: Path, *, eight_bits: bool = False) -> Iterator[tuple[Lab, lis
         (fleet, "EngineControl", LocalControl), (link, "join", join)
     ):  # fmt: skip
         setattr(module, name, ours)
-    for name in ("_buckets_from", "_buckets_to"):  # of three ranks in this process, not one
+    for name in ("buckets_from", "buckets_to"):  # of three ranks in this process, not one
         setattr(execute, name, lru_cache(None)(getattr(execute, name).__wrapped__))
     ranks = ranks_of(running)
     model = Qwen3ForCausalLM.from_pretrained(running.model_path, attn_implementation="eager").eval()

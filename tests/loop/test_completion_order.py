@@ -49,7 +49,7 @@ def test_no_token_is_older_than_the_bound_and_no_group_is_used_twice(tmp_path: P
     assert max(lags) == K and min(lags) >= 0
     store = Store(f"sqlite:///{tmp_path}/run/store.db", read_only=True)
     query = select(GROUPS.c.rollout_id, GROUPS.c.group_id, GROUPS.c.used_by).where(GROUPS.c.state == "consumed")
-    rows = [row for row in store._database.read(lambda c: c.execute(query).all()) if row.rollout_id.startswith("train")]
+    rows = [row for row in store.database.read(lambda c: c.execute(query).all()) if row.rollout_id.startswith("train")]
     assert all(0 < used <= EACH for used in Counter(row.used_by for row in rows).values())
     assert {row.used_by for row in rows} == set(range(1, STEPS + 1)) and store.pacing.unused() == []
     for row in rows:

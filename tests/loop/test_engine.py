@@ -24,7 +24,7 @@ from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import EngineError
 from megarl.core.processes.machine import group_members
 from megarl.engines.client.auth import bearer
-from megarl.engines.client.client import EngineClient, Prompt, Sampling, _Silence
+from megarl.engines.client.client import EngineClient, Prompt, Sampling, StreamSilence
 from megarl.engines.client.control import EngineControl
 from megarl.engines.client.frames import Completion, StreamHeartbeat
 from megarl.run.process import ports
@@ -270,14 +270,14 @@ TIMEOUT_S, BEATS = 2.0, 6
 def paused_beats(monkeypatch: pytest.MonkeyPatch) -> list[StreamHeartbeat]:
     """Heartbeats that clients have taken in a pause."""
     beats: list[StreamHeartbeat] = []
-    beat = _Silence.beat
+    beat = StreamSilence.beat
 
-    def noted(silence: _Silence, heartbeat: StreamHeartbeat) -> None:
+    def noted(silence: StreamSilence, heartbeat: StreamHeartbeat) -> None:
         beat(silence, heartbeat)
         if heartbeat.paused:
             beats.append(heartbeat)
 
-    monkeypatch.setattr(_Silence, "beat", noted)
+    monkeypatch.setattr(StreamSilence, "beat", noted)
     return beats
 
 

@@ -26,9 +26,9 @@ from megarl.engines.server.endpoint import (
     GenerateBody,
     Progress,
     PromptBody,
-    _record,
-    _stream,
+    record_of,
     sampling_params,
+    stream_frames,
 )
 
 TOKENS = 4096
@@ -61,7 +61,7 @@ def test_bytes_of_a_token_until_its_answer_ends() -> None:
     assert 150 < held / TOKENS < 220, "docs/experiments.md has the number"
     output = queue.get_nowait()
     assert output is not None
-    record = _record(0, 0, output, expanded=False)
+    record = record_of(0, 0, output, expanded=False)
     assert isinstance(record, Completion)
     assert record.token_ids.tolist() == ids.tolist() and record.logprobs.tobytes() == logprobs.tobytes()
 
@@ -104,7 +104,7 @@ def records_of(engine: Engine, progress: Progress | None = None) -> list[Record]
         body = GenerateBody([PromptBody(pack_ids([1]), n=2)], {}, heartbeat_s=0.05)
         told = progress or Progress(engine)  # type: ignore[arg-type]
         async with asyncio.timeout(60):
-            chunks = [chunk async for chunk in _stream(engine, told, body, parameters, parameters)]  # type: ignore[arg-type]
+            chunks = [chunk async for chunk in stream_frames(engine, told, body, parameters, parameters)]  # type: ignore[arg-type]
         return list(Decoder().feed(b"".join(chunks)))
 
     return [record for record in asyncio.run(ask()) if not isinstance(record, StreamHeartbeat)]

@@ -227,7 +227,7 @@ def test_a_job_whose_requests_outlive_their_weights(tmp_path: Path) -> None:
         assert record["sync/digests"] == tensors > 0 and record["sync/probe_diff_max"] < 1e-3
         assert 0 < record["sync/pause_seconds"] < record["sync/seconds"]
     store = Store(f"sqlite:///{tmp_path}/run/store.db", read_only=True)
-    groups = store._database.read(lambda c: c.execute(select(GROUPS).where(GROUPS.c.state == "consumed")).all())
+    groups = store.database.read(lambda c: c.execute(select(GROUPS).where(GROUPS.c.state == "consumed")).all())
     mixed = 0
     for group in (row for row in groups if row.rollout_id.startswith("train")):
         for trajectory in store.groups.read([group.group_id]):

@@ -50,9 +50,9 @@ class Found:
         store = Store(f"sqlite:///{run_dir}/store.db", read_only=True)
         self.evaluations = [event for event in store.journal.events("evaluation")]
         self.lost = [event["data"]["step"] for event in store.journal.events("evaluation_lost")]
-        self.asked = {row.rollout_id: row for row in store._database.read(lambda c: c.execute(select(ROLLOUTS)).all())}
+        self.asked = {row.rollout_id: row for row in store.database.read(lambda c: c.execute(select(ROLLOUTS)).all())}
         self.recorded = {
-            row.step: row.recorded_at for row in store._database.read(lambda c: c.execute(select(STEPS)).all())
+            row.step: row.recorded_at for row in store.database.read(lambda c: c.execute(select(STEPS)).all())
         }
         self.spans: dict[str, list[set[WeightsVersion]]] = {}
         for rollout in self.asked:
@@ -62,7 +62,7 @@ class Found:
             self.spans[rollout] = [{s.version for turn in e.turns for s in turn.spans} for e in trajectories]
         query = select(GROUPS).where(GROUPS.c.state == "consumed", GROUPS.c.rollout_id.like("train-%"))
         self.lags: list[int] = []
-        for group in store._database.read(lambda c: c.execute(query).all()):
+        for group in store.database.read(lambda c: c.execute(query).all()):
             versions = {s.version for e in store.groups.read([group.group_id]) for turn in e.turns for s in turn.spans}
             self.lags += [group.used_by - 1 - step for step in store.pacing.version_steps(versions).values()]
         store.close()

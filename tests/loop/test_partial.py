@@ -54,7 +54,7 @@ def test_each_weights_sample_the_budget_of_later_steps(runs: tuple[Path, Path]) 
             of_two += len(tokens) > 1
             longest = max(longest, e.response_length)
     assert of_two and longest > BUDGET
-    assert store._database.read(lambda c: c.exec_driver_sql("select count(*) from segments").scalar()) == 0
+    assert store.database.read(lambda c: c.exec_driver_sql("select count(*) from segments").scalar()) == 0
     store.close()
 
 

@@ -12,7 +12,7 @@ def test_workers_on_cpu_wait_asleep() -> None:
     from vllm.distributed.device_communicators import shm_broadcast
 
     for _ in range(2):
-        plugin._wait_for_calls()
+        plugin.wait_for_calls()
     reader = signature(shm_broadcast.SpinCondition.__init__).parameters["busy_loop_s"]
     assert reader.default == plugin.SPIN_S <= 0.01
     queue = shm_broadcast.MessageQueue.ReadTimeoutWithWarnings(None, should_warn=False)

@@ -159,8 +159,8 @@ def failures(rank: int, model: str, folder: str) -> dict[str, str]:
     attempt("fenced at the beginning", 1, lambda pending: None, fence=taken_over)
     asked = iter([lambda: None, taken_over])
     attempt("fenced at the end", 2, lambda pending: None, fence=lambda: next(asked)())
-    attempt("killed", 2, lambda pending: os.kill(pending._pending._writer._process.pid, signal.SIGKILL))
-    pid = writer.of_process()._process.pid
+    attempt("killed", 2, lambda pending: os.kill(writer.of_process().process.pid or 0, signal.SIGKILL))
+    pid = writer.of_process().process.pid
     assert pid is not None
     soft, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE, (100_000, -1))  # the model's file has more bytes
     attempt("no room", 2, lambda pending: None)

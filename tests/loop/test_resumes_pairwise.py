@@ -151,7 +151,7 @@ def check_accounts(run_dir: Path, row: Row) -> None:
     pacing = Pacing(row.max_staleness, row.interval)
     query = select(GROUPS).where(GROUPS.c.used_by.is_not(None))
     with closing(Store(f"sqlite:///{run_dir}/store.db", read_only=True)) as store:
-        used = store._database.read(lambda connection: connection.execute(query).all())
+        used = store.database.read(lambda connection: connection.execute(query).all())
         assert Counter(group.used_by for group in used) == dict.fromkeys(range(1, STEPS + 1), EACH)
         assert len({group.task_id for group in used}) == len(used)
         assert store.pacing.unused() == []

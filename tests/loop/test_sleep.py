@@ -292,7 +292,7 @@ def test_on_a_gpu_vllm_sleeps_once_and_wakes_what_is_asked(monkeypatch: pytest.M
     from megarl.engines.sync import sleep
 
     free = iter([10, 70, 70, 70, 70, 30, 30, 30, 30, 10, 10, 10])
-    monkeypatch.setattr(sleep, "_device_bytes_free", lambda: next(free))
+    monkeypatch.setattr(sleep, "device_bytes_free", lambda: next(free))
     worker = DeviceWorker()
     sleeper = sleep.DeviceSleeper(worker)
     assert [sleeper.sleep(False)["freed"], sleeper.sleep(False)["freed"]] == [60, 0]
@@ -302,7 +302,7 @@ def test_on_a_gpu_vllm_sleeps_once_and_wakes_what_is_asked(monkeypatch: pytest.M
     assert worker.model_runner.kv_caches[0].tolist() == [0] * 4
     with pytest.raises(WeightSyncError, match="started without --enable-sleep-mode"):
         sleep.DeviceSleeper(DeviceWorker(sleeps=False)).sleep(False)
-    monkeypatch.setattr(sleep, "_device_bytes_free", lambda: 0)
+    monkeypatch.setattr(sleep, "device_bytes_free", lambda: 0)
     keeps = DeviceWorker()
     sleep.DeviceSleeper(keeps).sleep(keep_weights=True)
     assert keeps.calls == [1]

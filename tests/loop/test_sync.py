@@ -20,6 +20,7 @@ from megarl.engines.client.names import UNTIL_PUBLISHED
 from megarl.engines.client.probe import FarText, Probed, ProbeText, check_probe
 from megarl.engines.sync.shared import SharedMemorySender
 from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.train.sync import weights
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import WeightSync
 from megarl.weights.reshard.buckets import HEADER
@@ -188,13 +189,13 @@ def test_buckets_without_memory_are_halved_and_the_weights_proven(
     written = whole_digests(tensors)
     one: Any = SimpleNamespace(agree=lambda yes: yes, stop_requested=lambda: False, log=said.append)
     models: Any = SimpleNamespace(
-        actor=SimpleNamespace(model=SimpleNamespace(adapters=None, tensors=tensors, written=lambda: written))
+        head=None, actor=SimpleNamespace(model=SimpleNamespace(adapters=None, tensors=tensors, written=lambda: written))
     )
     context: Any = SimpleNamespace(attempt=1, rank=0, config=config)
     turns: Any = SimpleNamespace(enter=lambda phase: None, engines=None)
     sync = WeightSync(context, one, one, models, publisher, turns, lambda *version: None, links=publisher)
     text = ProbeText(tokens, transformers_logp(new, tokens[:1], tokens[1:]).tolist(), 1e-3)
-    monkeypatch.setattr(sync, "_probe", lambda: text)
+    monkeypatch.setattr(weights, "probe_text", lambda *_, **__: text)
     sync.connect()
     sync.version = next(versions)
     assert sync.publish(0)["sync/digests"] == len(list(new.parameters()))
@@ -258,12 +259,12 @@ def test_of_two_engines_the_one_that_was_replaced_is_joined_alone(
     try:
         both = ranks_of(engine, others=[second])
         both.publish_whole(model)
-        links = [dict(p.connection.links._notices._links) for p in both.publishers]
+        links = [dict(p.connection.links.notices.links) for p in both.publishers]
         second.stop()
         second.ready()
         assert both.call(lambda rank, p: p.connect()) == [None, None]
         for before, publisher in zip(links, both.publishers, strict=True):
-            after = publisher.connection.links._notices._links
+            after = publisher.connection.links.notices.links
             assert after[0] is before[0] and after[1] is not before[1]
         new = perturbed(model, 9)
         report = both.publish_whole(new)
@@ -285,20 +286,20 @@ def test_trainer_and_engine_that_do_not_agree_are_told_apart(engine: RunningEngi
 def test_an_engine_that_cannot_join_says_why_and_a_retry_mends_it(
     engine: RunningEngine, ranks: Ranks, model: Qwen3ForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    leader, timeout = ranks.publishers[0].connection, ranks.publishers[0].connection._timeout_s
-    told = leader._init_info
+    leader, timeout = ranks.publishers[0].connection, ranks.publishers[0].connection.timeout_s
+    told = leader.init_info
 
     def other_plan(replica: int, *places: Any) -> dict[str, Any]:
         return told(replica, *places) | ({"fingerprint": "another"} if places else {})  # with places: to join
 
     def connect(timeout_s: float) -> list[Any]:
         for publisher in ranks.publishers:
-            publisher.connection._timeout_s = timeout_s
+            publisher.connection.timeout_s = timeout_s
             publisher.connection.disconnect()
         return ranks.call(lambda rank, p: p.connect())
 
     with monkeypatch.context() as patched:
-        patched.setattr(leader, "_init_info", other_plan)
+        patched.setattr(leader, "init_info", other_plan)
         first, second = connect(3.0)
     assert "the weight link could not be joined" in str(second)
     assert "the weight link could not be joined" in str(first) and "megarl_agree comes before" in str(first)

@@ -488,7 +488,7 @@ def on_a_gpu(rank: int, path: str) -> dict[str, list[float]]:
         results = []
         for attend in (
             lambda *x: core(*x, None, packed_seq_params=params).unflatten(-1, (-1, x[-1].shape[-1])),  # noqa: B023
-            lambda *x: core._bucketed(*(y.float() for y in x), layout_of(params, 1)),  # noqa: B023
+            lambda *x: core.bucketed(*(y.float() for y in x), layout_of(params, 1)),  # noqa: B023
         ):
             inputs = [x.clone().requires_grad_() for x in made[:3]]
             out = attend(*inputs)
@@ -536,7 +536,7 @@ def host_reads(rank: int, paths: list[str], parallel: ParallelConfig) -> list[tu
     from megarl.learn.models.attention_layout import on_device
     from megarl.learn.models.gpt import build_chunks
     from megarl.learn.parallel import process_groups
-    from megarl.learn.training.schedule import _packed_seq_params
+    from megarl.learn.training.schedule import packed_params_of
     from megarl.weights.checkpoint.formats import hf
 
     process_groups.initialize(parallel, seed=1)
@@ -547,7 +547,7 @@ def host_reads(rank: int, paths: list[str], parallel: ParallelConfig) -> list[tu
         cu = torch.tensor([0, 8, 20, 32], dtype=torch.int32)
         tokens = torch.zeros(1, 32 // parallel.cp, dtype=torch.int64)
         with HostReads() as reads:
-            params = _packed_seq_params(on_device(cu, torch.device("cpu")), 12)
+            params = packed_params_of(on_device(cu, torch.device("cpu")), 12)
             stage(tokens, torch.zeros_like(tokens), None, packed_seq_params=params).sum().backward()
         found.append((hf_config["num_hidden_layers"], reads.number))
     return found

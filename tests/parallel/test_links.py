@@ -106,7 +106,7 @@ def partner(rank: int, port: int, end: str) -> tuple[float, str]:
         return took, str(raised.value)
     if (worker := os.fork()) == 0:
         store, link = joined(1, port, trainers=1, workers=1, partners=[0])
-        held = link._group if end == "closed, its group held" else None
+        held = link.group if end == "closed, its group held" else None
         if end != "killed":
             link.close()
         time.sleep(60.0)

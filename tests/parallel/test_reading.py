@@ -192,14 +192,14 @@ def private(rank: int) -> dict[str, int]:
     import torch.distributed as dist
 
     reader = joined(rank, ["a"] * 3)
-    receive, messages = reader._broadcast, []
+    receive, messages = reader.broadcast, []
 
     def receiving(message: Any) -> Any:
         found = receive(message)
         messages.append(len(pickle.dumps(found)))
         return found
 
-    reader._broadcast = receiving
+    reader.broadcast = receiving
     before = psutil.Process().memory_full_info().uss
     found = reader.read(lambda: (np.full(PART_TOKENS, number, np.int32) for number in range(PARTS)))
     sums = [int(array.sum(dtype=np.int64)) for array in found]  # every page is mapped by every rank

@@ -160,8 +160,9 @@ def batch_of(
     given = with_group_stats(trajectories_of(number, longest, lines=case.lines))
     given = with_images(given) if case.images else given
     given = change(with_routing(given) if case.replayed else given)
-    lags, images = LAGS if case.lines else None, learner._models.images and learner._models.images.of_step(PICTURES)
-    settings = (learner._algorithm, case.settings, case.updates, lags, images, share_of)
+    inputs = learner.inference.models.images
+    lags, images = LAGS if case.lines else None, inputs and inputs.of_step(PICTURES)
+    settings = (learner.algorithm, case.settings, case.updates, lags, images, share_of)
     return make_batch(given, shown, *settings, replays_routing=case.replayed)
 
 
@@ -229,8 +230,8 @@ def step(rank: int, path: str, case: Case) -> dict[str, Any]:
     from megarl.train.update.gap import engine_gap
 
     learner = learner_of(path, case, limit=200)
-    models = learner._models
-    loose = replace(learner._config, sync=SyncConfig(sample_tolerance=1e9))  # the engine's log-probs are made up
+    models = learner.inference.models
+    loose = replace(learner.config, sync=SyncConfig(sample_tolerance=1e9))  # the engine's log-probs are made up
     found, held = [], []
     for share_of in (learner.inference.share, lambda plan: None):
         for trained in (models.actor, models.critic):
@@ -316,7 +317,7 @@ def faults(rank: int, path: str, name: str) -> tuple[bool, list[tuple[type, str]
 
     def scored() -> None:
         given = foreign(with_images(trajectories_of(40, 64)))
-        model_scores(learner._models.reference, given, learner._models.images.of_step(PICTURES))
+        model_scores(learner.inference.models.reference, given, learner.inference.models.images.of_step(PICTURES))
 
     trained = lambda: learner.inference.fill(batch_of(learner, case, 40, 64, share_of, foreign))  # noqa: E731
     for action in (trained, scored) if case.images else (trained,):
@@ -359,7 +360,7 @@ def without_replay(rank: int, path: str) -> bool:
 
     case = replace(CASES["expert ids"], lines=False, replayed=False)
     learner, found = learner_of(path, case, limit=200), []
-    actor = learner._models.actor
+    actor = learner.inference.models.actor
     before = {name: weight.clone() for name, weight in actor.model.tensors.items()}
     for change in (lambda trajectories: trajectories, misfits):
         actor.model.load_hf(Path(path))
@@ -383,7 +384,7 @@ def scores(rank: int, path: str) -> dict[str, Any]:
     from megarl.learn.models.gpt import unwrap
     from megarl.train.inference.inference import model_scores
 
-    model = learner_of(path, Case(PPOConfig(name="ppo"), ParallelConfig(dp=2)), limit=200)._models.critic.model
+    model = learner_of(path, Case(PPOConfig(name="ppo"), ParallelConfig(dp=2)), limit=200).inference.models.critic.model
     for name, weight in unwrap(model.chunks[0]).named_parameters():
         if name.startswith("output_layer"):
             torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(3))

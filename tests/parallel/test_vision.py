@@ -123,7 +123,7 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
                 after = actor.model.outputs(sequences, [batches])
                 for resident in residents_of("actor", actor.model):
                     resident.leave(Place.MEMORY, Path(root))
-                    assert not any(t.untyped_storage().nbytes() for t in resident._tensors())
+                    assert not any(t.untyped_storage().nbytes() for t in resident.tensors())
                     resident.come_back()
                 actor.model.proven_tensors()
                 assert torch.equal(actor.model.outputs(sequences, [batches]), after)

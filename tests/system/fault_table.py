@@ -20,7 +20,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -187,11 +186,10 @@ def compared_without_store(hurt: Path, whole: Path) -> tuple[str, list[str]]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = []
+    lines = ["| fault | during | recovery | seconds |", "|---|---|---|--:|"]
     for row in rows:
-        attempts = f", {row.attempts} attempt{'s' if row.attempts > 1 else ''}" if row.attempts else ""
-        text = f"- **{row.fault}**, {row.moment}: {row.happened}; {row.seconds:.1f} s{attempts}"
-        lines += textwrap.wrap(text, 120, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+        attempts = f"; {row.attempts} attempts" if row.attempts > 1 else ""
+        lines.append(f"| {row.fault} | {row.moment} | {row.happened}{attempts} | {row.seconds:.1f} |")
     return "\n".join(lines) + "\n"
 
 

@@ -70,7 +70,7 @@ def test_a_program_that_spends_the_time_of_its_tests_is_wrong_and_a_sandbox_that
     slow = block("import time\ntime.sleep(1.6)\n" + ADD)
     result = code.make_scorer(local_sandbox(), config)(slow, SUM, None)
     assert result["status"] == "wrong" and "reward.code.item_s=3" in result["reason"]
-    result = code.make_scorer(Busy(local_sandbox()._host), config)(block(ADD), SUM, None)
+    result = code.make_scorer(Busy(local_sandbox().host), config)(block(ADD), SUM, None)
     assert result["status"] == "timeout" and "reward.code.item_s=3" in result["reason"], result
 
 

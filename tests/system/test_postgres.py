@@ -375,7 +375,7 @@ def schema_of(url: str) -> str:
 def test_a_write_that_the_server_refuses_for_now_is_done_later(
     held: Callable[..., Any], state: str, server: Server, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    refused, wait = threading.Event(), transactions._Outage.wait
+    refused, wait = threading.Event(), transactions.Outage.wait
 
     def waiting(self: Any, error: Any) -> None:
         if error.orig.sqlstate == state:
@@ -386,7 +386,7 @@ def test_a_write_that_the_server_refuses_for_now_is_done_later(
     store.tasks.add("train", [make_task(i) for i in range(6)])
     request(store)
     (claim,) = store.groups.claim("a", 1)
-    monkeypatch.setattr(transactions._Outage, "wait", waiting)
+    monkeypatch.setattr(transactions.Outage, "wait", waiting)
     with ThreadPoolExecutor(1) as threads:
         with held(server, url):
             finishing = threads.submit(finish, store, claim)
@@ -438,7 +438,7 @@ def meet(server: Server, writer: Store, write: Callable[[Any], Any], other: Call
         psycopg.connect(server.url.replace("+psycopg", ""), autocommit=True) as look,
         set_at_end(go),
     ):
-        writing = threads.submit(writer._database.write, slow)
+        writing = threads.submit(writer.database.write, slow)
         inside.wait()
         calling = threads.submit(other)
         while not calling.done() and not look.execute("SELECT 1 FROM pg_locks WHERE NOT granted").fetchone():
@@ -553,7 +553,7 @@ def test_a_process_that_stands_still_in_a_write_does_not_hold_up_the_next_attemp
         go.wait()
 
     with ThreadPoolExecutor(1) as threads, set_at_end(go):
-        writing = threads.submit(frozen._database.write, slow)
+        writing = threads.submit(frozen.database.write, slow)
         inside.wait()
         new.begin_attempt(2)
         go.set()

@@ -104,7 +104,7 @@ def test_data_are_parked_and_taken_whatever_ends_the_server(run_dir: Path, monke
         killed(server)
     assert away.is_dir() and (home / local_disk.AWAY).is_file()
     on_node(3, run_dir, monkeypatch)  # another temporary folder of the same node
-    for moment in ("replace_directory", "_forget"):  # copied, and not renamed; renamed, and still away
+    for moment in ("replace_directory", "forget"):  # copied, and not renamed; renamed, and still away
         with up(run_dir) as server:
             assert add(moment)[:2] == ["parked", "before the kill"]
             assert server.data == away
@@ -112,7 +112,7 @@ def test_data_are_parked_and_taken_whatever_ends_the_server(run_dir: Path, monke
         server.parking.let_go()
     with up(run_dir) as server:
         assert server.data != away, "they had been parked"
-        assert add("last") == ["parked", "before the kill", "replace_directory", "_forget", "last"]
+        assert add("last") == ["parked", "before the kill", "replace_directory", "forget", "last"]
     assert not (home / local_disk.AWAY).exists()
 
 

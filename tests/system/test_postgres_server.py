@@ -151,14 +151,14 @@ def check_identities(closed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert {path.stat().st_uid for path in (folder, folder / "file")} == {identity.uid}
         return int(said)
 
-    assert runs_as(postgres._identity(folder)) == 65534
+    assert runs_as(postgres.identity_of(folder)) == 65534
 
     def forbidden() -> None:
         raise OSError("no namespaces here")
 
-    monkeypatch.setattr(postgres, "_rename_root", forbidden)
+    monkeypatch.setattr(postgres, "rename_root", forbidden)
     with pytest.raises(ConfigError, match=f"refuses to run as root.*enter {folder}.*run the job as another user"):
-        postgres._identity(folder)
+        postgres.identity_of(folder)
     closed.chmod(0o755)
-    other = postgres._identity(folder)
+    other = postgres.identity_of(folder)
     assert other.name in ("postgres", "nobody") and runs_as(other) == other.uid

@@ -459,7 +459,7 @@ def test_a_job_is_checked_before_it_starts(url: str, monkeypatch: pytest.MonkeyP
 
 def test_the_doctor_says_whether_programs_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check.state for check in doctor.sandbox()] == ["ok"]
-    monkeypatch.setattr(proven, "_proven", {})
+    monkeypatch.setattr(proven, "known", {})
     monkeypatch.setattr(host, "find", host.find.__wrapped__)
     monkeypatch.setenv("PATH", "/nowhere")
     [check] = doctor.sandbox()

@@ -69,11 +69,14 @@ async def judge(text: str, in_thinking: bool, by: str | None) -> Verdict:
     return Verdict(Reward(float(text == "15"), "ok" if text == "15" else "wrong"))
 
 
+CLAIM = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, TASK, "w", "t", 1)
+"""A group of ``TASK``."""
+
+
 def recorder(model: Model, limit: int = 4096) -> RolloutModel:
-    claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, TASK, "w", "t", 1)
     prompt = RenderedPrompt.of(TASK, model.tokenizer)
     gatherer: Any = model
-    return RolloutModel(claim, 0, prompt, 7, gatherer, model.tokenizer, judge, TokenLimits(trajectory=limit))
+    return RolloutModel(CLAIM, 0, prompt, 7, gatherer, model.tokenizer, judge, TokenLimits(trajectory=limit))
 
 
 def run_workflow_of(

@@ -24,11 +24,12 @@ from megarl.explore.agents import openai as protocol
 from megarl.explore.agents.request import Repeated
 from megarl.explore.agents.session import Session
 from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.model import RenderedPrompt
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.tools import FORMATS
 from tests.chat_battery import TOOLS, checkpoint
-from tests.unit.agent_model import TASK, Model, client, play, recorder, trajectory
+from tests.unit.agent_model import CLAIM, TASK, Model, client, play, recorder, trajectory
 
 FIRST: list[Any] = [dict(TASK.prompt[0])]
 MORE: list[Any] = [{"role": "user", "content": "More."}]
@@ -334,14 +335,14 @@ def test_a_long_text_without_room_is_not_tokenised_whole(
 ) -> None:
     """A refused body of 3.8 MiB blocked the loop for 16 seconds and took 2.9 GiB."""
     read = 0
-    encode = ChatTokenizer._encode
+    encode = ChatTokenizer.encode
 
     def counted(self: ChatTokenizer, text: str) -> Any:
         nonlocal read
         read += len(text)
         return encode(self, text)
 
-    monkeypatch.setattr(ChatTokenizer, "_encode", counted)
+    monkeypatch.setattr(ChatTokenizer, "encode", counted)
 
     async def ask(url: str) -> None:
         messages: list[Any] = [{"role": "user", "content": "a b " * 500_000}]
@@ -358,8 +359,8 @@ def test_each_message_of_a_growing_conversation_is_read_once(
     from megarl.explore.agents import session
 
     read: list[int] = []
-    digest = session._digest
-    monkeypatch.setattr(session, "_digest", lambda before, value: read.append(1) or digest(before, value))
+    digest = session.digest_after
+    monkeypatch.setattr(session, "digest_after", lambda before, value: read.append(1) or digest(before, value))
 
     async def main(turns: int) -> int:
         read.clear()
@@ -444,8 +445,7 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
     async def nothing() -> None: ...
 
     model: Any = Model(tokenizer)
-    one = recorder(model)
-    group = ClaimedGroup(one._claim, one._prompt, 7, RolloutClock(timeline=None, rollout_id="r"))
+    group = ClaimedGroup(CLAIM, RenderedPrompt.of(TASK, tokenizer), 7, RolloutClock(timeline=None, rollout_id="r"))
     runner = TrajectoryRunner(
         workflow,
         Unasked(),

@@ -7,7 +7,7 @@ import pytest
 from megarl.config.schema import ModelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.models.specs import check_layers
-from megarl.run.checks.models.grids import _check_growth
+from megarl.run.checks.models.grids import check_growth
 from megarl.weights.architectures.complete import complete
 from tests.parallel.families import FAMILIES
 
@@ -36,7 +36,7 @@ def test_what_transformer_engine_does_not_compute(family: str, part: str) -> Non
 
 
 def test_vllm_is_told_how_queries_grow() -> None:
-    _check_growth("model", config_of("ministral3"), context=128)
-    _check_growth("model", config_of("ministral3", llama_4_scaling=None), context=10)
+    check_growth("model", config_of("ministral3"), context=128)
+    check_growth("model", config_of("ministral3", llama_4_scaling=None), context=10)
     with pytest.raises(ConfigError, match=r'with 11 tokens .* add "llama_4_scaling": {"original_max_position_embedd'):
-        _check_growth("model", config_of("ministral3", llama_4_scaling=None), context=11)
+        check_growth("model", config_of("ministral3", llama_4_scaling=None), context=11)

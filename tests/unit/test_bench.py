@@ -36,6 +36,7 @@ from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, read
 from megarl.explore.bench.driver import FROM_FILES, ROLLOUT, BenchDriver, ModelFiles
 from megarl.explore.explorer.held_out import record_evaluations
 from megarl.rewards.votes import extractor
+from megarl.run.checks.bench import check_bench
 from megarl.run.launch import bench
 from megarl.run.launch.bench import run_bench
 from megarl.run.launch.subjects import Subject, short_names, subject_of
@@ -416,9 +417,7 @@ def test_weights_of_an_engine_are_compared_with_the_files(tmp_path: Path) -> Non
         assert count == sum(math.prod(hi - lo for lo, hi in piece.box) for piece in layout.pieces(rank))
         name = next(name for name in tensors if name.endswith("qkv_proj.weight"))
         tensors[name].view(-1)[7] += 1e-3
-        with pytest.raises(
-            WeightsDiffer, match=r"other weights than those of .*: 1 elements of .*q_proj\.weight differ"
-        ):
+        with pytest.raises(WeightsDiffer, match=r"other weights than .*: 1 elements of .*q_proj\.weight differ"):
             compare_with_files(layout, rank, tensors.__getitem__, path, torch.float32)
     assert config["num_hidden_layers"] == 2
 
@@ -427,13 +426,15 @@ def test_weights_of_an_engine_are_compared_with_the_files(tmp_path: Path) -> Non
 
 
 def test_words_are_models_or_overrides() -> None:
-    arguments = cli._parse(["bench", "a/b", "run:runs/x@40", "trainer.seed=2", "--check", "evaluation.samples=4"])
+    arguments = cli.parse_arguments(
+        ["bench", "a/b", "run:runs/x@40", "trainer.seed=2", "--check", "evaluation.samples=4"]
+    )
     assert arguments.models == ["a/b", "run:runs/x@40"] and arguments.check
     assert arguments.overrides[:2] == ["trainer.seed=2", "evaluation.samples=4"]
     assert arguments.overrides[2:] == ["model.path='a/b'", "run.name=bench", "taskset.train=unread"]
     for words in (["trainer.seed=2"], ["a/b", "model.path=c"]):
         with pytest.raises(SystemExit):
-            cli._parse(["bench", *words])
+            cli.parse_arguments(["bench", *words])
 
 
 def test_models_that_are_none_are_named(tmp_path: Path) -> None:
@@ -544,8 +545,8 @@ def test_a_bench_leaves_out_what_a_trainer_alone_reads(tmp_path: Path) -> None:
         "model.router_dtype=float32", "model.fusions=[moe_permute_fusion]", "model.recompute=selective",
         "model.recompute_modules=[moe]", "model.transformer_impl=transformer_engine", "parallel.ep=2", "parallel.dp=2",
     )  # fmt: skip
-    found = bench._of_bench(trained, tmp_path)
-    assert found == bench._of_bench(config, tmp_path) and found.model.head_dtype == "float32"
+    found = bench.config_of_bench(trained, tmp_path)
+    assert found == bench.config_of_bench(config, tmp_path) and found.model.head_dtype == "float32"
 
 
 def test_short_names_leave_out_what_all_begin_with() -> None:
@@ -562,6 +563,12 @@ def test_a_bench_is_refused_in_the_place_of_a_training_run(tmp_path: Path) -> No
         run_bench(["x"], compose([f"run.dir={tmp_path}", "model.path=x"]), None, check_only=True)
 
 
-def test_a_training_job_has_no_mode_of_a_bench(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(ConfigError, match="run.mode=bench is of `megarl bench`"):
-        cli._train(cli._parse(["train", "run.mode=bench"]))
+def test_a_bench_has_no_average_to_evaluate(tmp_path: Path) -> None:
+    config = bench.config_of_bench(compose(["model.path=x", "evaluation.average=0.9"]), tmp_path)
+    with pytest.raises(ConfigError, match=r"evaluation\.average=0\.9 is for jobs that train .*; leave it out"):
+        check_bench(config)
+
+
+def test_a_training_job_has_no_mode_of_a_bench(caplog: pytest.LogCaptureFixture) -> None:
+    assert cli.main(["train", "run.mode=bench"]) == 2
+    assert "run.mode=bench belongs to `megarl bench`" in caplog.text

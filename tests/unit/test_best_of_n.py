@@ -80,7 +80,7 @@ def test_a_turn_of_another_trajectory_is_not_kept(tokenizer: ChatTokenizer) -> N
         ({"n": 1}, r"rollout\.options\.n=1 of best_of_n must be a whole number from 2 to 128"),
         ({"n": True}, "must be a whole number"),
         ({"by": 3}, r"rollout\.options\.by=3"),
-        ({"size": 3}, r"rollout\.options\.size is none of best_of_n; there are n, by"),
+        ({"size": 3}, r"rollout\.options\.size is not an option of best_of_n; options: n, by"),
     ],
 )
 def test_options_that_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:

@@ -52,10 +52,10 @@ class Kill:
     """Ends a process before or after the n-th commit from now on."""
 
     def __init__(self, store: Store) -> None:
-        self._write = store._database.write
+        self._write = store.database.write
         self._left: int | None = None
         self._after = False
-        store._database.write = self._killed_write
+        store.database.write = self._killed_write
 
     def at(self, commit: int | None, after: bool) -> None:
         self._left, self._after = commit, after
@@ -238,7 +238,7 @@ class Jobs(RuleBasedStateMachine):
             return
         query = select(GROUPS.c.group_id, GROUPS.c.state, GROUPS.c.used_by)
         of_steps: dict[int, set[str]] = {}
-        for group, state, used_by in self.store._database.read(lambda connection: connection.execute(query).all()):
+        for group, state, used_by in self.store.database.read(lambda connection: connection.execute(query).all()):
             assert (state in ("consumed", "dropped")) == (used_by is not None)
             if used_by is not None:
                 of_steps.setdefault(used_by, set()).add(group)

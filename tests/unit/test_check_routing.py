@@ -20,7 +20,7 @@ FIX = "set rollout.routing_replay to false"
 
 def check(folder: Path, routing: torch.Tensor | None) -> None:
     models = object.__new__(Models)
-    models._config, models.hf_config = Config(), read_hf_config(folder)
+    models.config, models.hf_config = Config(), read_hf_config(folder)
     rows = [Outcome("r", "g0", index, 1, 2, Reward(0.0, "ok"), False, None, None) for index in range(4)]
     share = StepShare(torch.tensor([1, 3]), torch.tensor([5, 1, 5, 2]))
     models.check_routing(

@@ -82,7 +82,7 @@ def test_killed_between_the_last_file_and_the_manifest(
         raise Killed
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "_manifest", dying)
+        patch.setattr(convert, "manifest_of", dying)
         with pytest.raises(Killed):
             convert_hf_to_megatron(source, tmp_path / "out", SMALL)
     assert not (tmp_path / "out").exists()

@@ -101,7 +101,7 @@ def test_what_is_larger_than_a_pipe_does_not_block_it(own: Writer) -> None:
 
 def test_one_that_reads_nothing_is_killed(own: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer, "SEND_S", 0.3)
-    os.kill(own._process.pid or 0, signal.SIGSTOP)
+    os.kill(own.process.pid or 0, signal.SIGSTOP)
     with pytest.raises(RuntimeError, match="ended with status -9"):
         own.begin(much, [], b"x" * 2**22).result()
 
@@ -163,7 +163,7 @@ def test_it_holds_nothing_open_and_ignores_what_asks_a_job_to_end() -> None:
     there.close()
     here.settimeout(60)
     assert here.recv(1) == b"", "the child still holds the other end"
-    pid = writer._process.pid
+    pid = writer.process.pid
     assert pid is not None
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
         os.kill(pid, number)
@@ -174,8 +174,8 @@ def test_it_holds_nothing_open_and_ignores_what_asks_a_job_to_end() -> None:
 def test_a_dead_one_gives_back_its_memory() -> None:
     first = of_process()
     first.begin(much, [torch.zeros(1000)], b"x").result()
-    first._process.kill()
-    first._process.join()
+    first.process.kill()
+    first.process.join()
     gone = weakref.ref(first)
     del first
     assert of_process().alive and gone() is None
@@ -188,7 +188,7 @@ def test_it_dies_with_its_parent() -> None:
     if parent == 0:
         writer = Writer()
         writer.begin(sleeps, [])
-        send.send(writer._process.pid)
+        send.send(writer.process.pid)
         time.sleep(600)
         os._exit(0)
     pid = receive.recv()

@@ -246,7 +246,7 @@ def check_job(config: Config, nodes: int) -> Memory:
 
 
 def described(name: str, config: Config, nodes: int, memory: Memory) -> str:
-    """The entry of docs/experiments.md."""
+    """The row of docs/experiments.md."""
     rollout = config.rollout
     trainer, engines = gpus(config)
     vllm = f"{rollout.replicas} × TP{rollout.tp}{' EP' if rollout.expert_parallel else ''}"
@@ -254,17 +254,15 @@ def described(name: str, config: Config, nodes: int, memory: Memory) -> str:
     gpu = f"{trainer} + {engines} = {nodes} × 8" if engines else f"{trainer} = {nodes} × 8"
     if config.rollout.placement == "colocated":
         gpu = f"{trainer} in turn = {nodes} × 8"
-    engine = f"; engines {vllm}, {memory.engine / GB:.1f} GB of weights a GPU" if engines else ""
-    return (
-        f"- `{name}` ({config.algorithm.name}): {gpu} GPUs; trainer {grid}, {memory.trainer / GB:.1f} GB a GPU{engine}"
-    )
+    engine = f"{vllm}, {memory.engine / GB:.1f}" if engines else "–"
+    return f"| `{name}` | {config.algorithm.name} | {gpu} | {grid}, {memory.trainer / GB:.1f} | {engine} |"
 
 
 @pytest.mark.parametrize("name", NODES)
 def test_documented_job(name: str) -> None:
     config = compose([f"experiment={name}"])
     memory = check_job(config, NODES[name])
-    assert described(name, config, NODES[name], memory) in " ".join(DOCS.split())
+    assert described(name, config, NODES[name], memory) in DOCS
     text = (config_dir() / "experiment" / f"{name}.yaml").read_text()
     assert "Never run on hardware" in " ".join(text.replace("#", "").split()), (
         "the file must say what is not known of it"
@@ -448,11 +446,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_tokenizer(folder: Path, config: FromScratchConfig) -> None:
-    from megarl.learn.models.from_scratch import SPECIAL_TOKENS, VISION_TOKENS, _save_tokenizer, train_tokenizer
+    from megarl.learn.models.from_scratch import SPECIAL_TOKENS, VISION_TOKENS, save_tokenizer, train_tokenizer
 
     texts = [text for rows in PUBLISHED.values() for row in rows for text in map(str, row.values())] + [DOCS]
     special = (*SPECIAL_TOKENS, *(VISION_TOKENS if config.model_type == "qwen2_5_vl" else ()))
-    _save_tokenizer(train_tokenizer(texts, 400, special=special), folder, config)
+    save_tokenizer(train_tokenizer(texts, 400, special=special), folder, config)
 
 
 def write_model(folder: Path, config: Mapping[str, Any]) -> None:

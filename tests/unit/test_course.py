@@ -71,15 +71,15 @@ class Weights(WeightSync):
 
     def __init__(self, context: RunContext, store: Store, job: Job) -> None:
         super().__init__(context, NOTHING, NOTHING, NOTHING, NOTHING, NOTHING, store.pacing.record_version)
-        self._job = job
+        self._job, self._settings = job, context.config
         self.steps: dict[WeightsVersion, int] = {}
         """Steps of training in the weights that engines were sent under each version."""
 
-    def _publish(self, *, abort: bool = False, sent: Any = None) -> dict[str, float]:
+    def send_version(self, *, abort: bool = False, sent: Any = None) -> dict[str, float]:
         steps = self._job.trained if sent is None else sent
         assert self.steps.setdefault(self.version, steps) == steps, "other weights under the same version"
-        if sent is None and outlives_update(self._context.config.sync):
-            self._sent: Any = steps
+        if sent is None and outlives_update(self._settings.sync):
+            self.sent: Any = steps
         return {"sync/digests": 1.0}
 
 
@@ -211,7 +211,7 @@ def used(run: Run) -> list[Any]:
     """Groups that steps have used, with their tasks."""
     query = select(GROUPS.c.group_id, GROUPS.c.task_id, GROUPS.c.used_by).where(GROUPS.c.used_by.is_not(None))
     with closing(Store(run.url, read_only=True)) as store:
-        return list(store._database.read(lambda connection: connection.execute(query).all()))
+        return list(store.database.read(lambda connection: connection.execute(query).all()))
 
 
 def config_of(order: Any, pacing: Pacing, **trainer: int) -> Config:
@@ -313,7 +313,7 @@ def test_a_resume_keeps_groups_that_were_asked_for_in_its_step(tmp_path: Path) -
     after = [group.group_id for group in store.pacing.unused()]
     assert len(before) == 2 * EACH and after[: 2 * EACH] == before and len(after) == 3 * EACH
     tasks, sampling = (
-        store._database.read(lambda connection, column=column: list(connection.scalars(select(column))))
+        store.database.read(lambda connection, column=column: list(connection.scalars(select(column))))
         for column in (GROUPS.c.task_id, ROLLOUTS.c.sampling)
     )
     assert len(tasks) == len(set(tasks)) == 5 * EACH

@@ -392,7 +392,7 @@ def test_commands_read_while_a_job_writes_and_say_what_is_wrong(
     run: StoredRun, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     folder = str(run.run_dir)
-    with run.store._database._writer.begin():  # a job's transaction is under way
+    with run.store.database.writer.begin():  # a job's transaction is under way
         assert main(["data", "count", folder, "--by", "kind", "steps=1-3"]) == 0
     assert main(["data", "export", folder, "-o", str(tmp_path / "x.jsonl"), "kind=eval"]) == 0
     assert len((tmp_path / "x.jsonl").read_text().splitlines()) == 4 * SIZE

@@ -18,7 +18,7 @@ from megarl.buffer.store import Store
 from megarl.config import compose
 from megarl.core.errors import DiskFullError, JobError
 from megarl.core.metrics import MetricWriter, Timeline
-from megarl.run.launch.job import _begin_attempt
+from megarl.run.launch.job import begin_attempt
 from megarl.run.process.interrupt import StopRequest
 from megarl.weights.checkpoint.training import manifest
 from megarl.weights.checkpoint.training.disk_space import free_space, writing
@@ -62,15 +62,15 @@ def test_records_are_left_out_whole_and_come_again_with_room(small: Path, caplog
 def test_a_start_waits_for_room_for_its_number(small: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each restart writes one; and it says so where there is none in time."""
     config = compose(["experiment=quickstart", f"run.dir={small}", "store.outage_s=60"])
-    assert _begin_attempt(config, StopRequest()) == 1
+    assert begin_attempt(config, StopRequest()) == 1
     ballast = fill(small)
     asked = StopRequest()
     asked.count = 1
     with pytest.raises(DiskFullError, match=f"{small}/attempt cannot be written .*make room there"):
-        _begin_attempt(config, asked)
+        begin_attempt(config, asked)
     assert manifest.current_attempt(small) == 1
     threading.Timer(1.5, ballast.unlink).start()
-    assert _begin_attempt(config, StopRequest()) == 2
+    assert begin_attempt(config, StopRequest()) == 2
     assert "waiting for it (store.outage_s=60)" in caplog.text
 
 

@@ -149,7 +149,7 @@ def check_command(words: list[str]) -> None:
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert [word for word in words[1:] if "=" not in word and word not in {*targets, ".venv/.installed"}] == []
     elif words[0] == "megarl":
-        arguments = cli._parse([word for word in words[1:] if word not in ("...", "…")])
+        arguments = cli.parse_arguments([word for word in words[1:] if word not in ("...", "…")])
         if hasattr(arguments, "overrides") and not getattr(arguments, "config_dir", None):
             check_overrides(arguments.overrides, swept=getattr(arguments, "multirun", False))
     elif scripts := [word for word in words if word.endswith((".sh", ".py"))]:

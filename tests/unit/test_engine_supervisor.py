@@ -117,7 +117,7 @@ def at_once() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process_units, "SETTLE_S", 0.0)
         patch.setattr(process_units, "LOOK_S", 0.0)
-        patch.setattr(process_units, "_listens", lambda address: machines[-1].listens(f"engine {address[2:]}"))
+        patch.setattr(process_units, "is_listening", lambda address: machines[-1].listens(f"engine {address[2:]}"))
         yield
 
 
@@ -383,7 +383,7 @@ def test_a_colocated_engine_starts_on_the_gpu_of_a_trainer_rank(url: str) -> Non
     job = Supervised(url, [0], away=True)
     rank = Process("trainer rank 0")
     job.units.give_place([Started(rank, job.machine, Spec(rank.name, ("t",), {}, rank.name, gpus=(0,)))])  # type: ignore[arg-type]
-    job.units._absent.discard(rank.name)
+    job.units.absent.discard(rank.name)
     job.store.engines.turn([0], EngineTurn.HERE)
     job.follow()
     assert job.machine.lives("engine 0")
@@ -396,10 +396,10 @@ def test_engines_on_two_nodes_have_gpus_of_one_number(url: str) -> None:
     assert engine.spec is not None
     spec = dataclasses.replace(engine.spec, gpus=(0,))
     job.units.give_place([Started(other.start(spec), other, spec)])  # type: ignore[arg-type]
-    job.units._absent.discard("engine 1")
+    job.units.absent.discard("engine 1")
     machines.append(job.machine)
     for number in ENGINES:
-        job.engines._places[number, 1] = job.units.members(f"engine {number}")
+        job.engines.places[number, 1] = job.units.members(f"engine {number}")
     job.machine.processes["engine 1"].status = 0  # it is on the other node
     job.follow()
     job.die(0, -9)

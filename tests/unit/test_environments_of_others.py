@@ -141,7 +141,7 @@ def test_gymnasium_shows_pictures() -> None:
         assert [np.asarray(Image.open(io.BytesIO(file))).mean() for file in model.images] == [0, 255, 0]
         assert np.asarray(Image.open(io.BytesIO(model.images[0]))).shape == (28, 56, 3)
         with pytest.raises(ConfigError, match=r"rollout.environment=gymnasium shows images .*takes text only"):
-            vision._check_environment(
+            vision.check_environment(
                 Config(rollout=RolloutConfig(workflow="environment", environment="gymnasium", options=options))
             )
     finally:
@@ -296,14 +296,14 @@ def test_an_episode_of_verifiers_that_hangs_is_killed_and_a_dead_server_replaced
     play("verifiers", ("7",), taskset, row_of_taskset())
     episode: Any = environments.get("verifiers")(row_of_taskset(), taskset)
     assert episode.step("1").text == "higher"
-    os.kill(episode._pid, signal.SIGSTOP)
+    os.kill(episode.pid, signal.SIGSTOP)
     call = in_thread(lambda: episode.step("2"))
     episode.kill()
     with pytest.raises(EnvironmentFault, match="process has ended"):
         call.result(60)
     episode.close()
-    verifiers.PROCESS._process.kill()  # type: ignore[union-attr]
-    verifiers.PROCESS._process.wait()  # type: ignore[union-attr]
+    verifiers.PROCESS.process.kill()  # type: ignore[union-attr]
+    verifiers.PROCESS.process.wait()  # type: ignore[union-attr]
     play("verifiers", ("7",), taskset, row_of_taskset())
 
 
@@ -319,19 +319,13 @@ def test_rows_that_a_taskset_does_not_have_are_named(taskset: Any) -> None:
         check("verifiers", taskset)
 
 
-def episode_that_saw(*messages: tuple[str, str]) -> Any:
-    """An episode of verifiers without a server, after these messages."""
-    episode = object.__new__(verifiers.Verifiers)
-    episode._seen, episode._opened = [{"role": role, "content": text} for role, text in messages], True
-    return episode
-
-
 def test_an_empty_response_comes_back_from_verifiers_as_none() -> None:
-    episode = episode_that_saw(("user", "Guess"), ("assistant", ""))
-    again = [{"role": "user", "content": "Guess"}, {"role": "assistant", "content": None}]
-    assert episode._follow({"messages": [*again, {"role": "user", "content": "higher"}]}) == "higher"
+    seen = [{"role": "user", "content": "Guess"}, {"role": "assistant", "content": ""}]
+    again = [seen[0], {"role": "assistant", "content": None}]
+    new = verifiers.messages_after(seen, [*again, {"role": "user", "content": "higher"}], opened=True)
+    assert new == [{"role": "user", "content": "higher"}]
     with pytest.raises(ValueError, match="asks with .*'lower'.* for .*'higher'.*; it must not be rewritten"):
-        episode._follow({"messages": [*again, {"role": "user", "content": "lower"}]})
+        verifiers.messages_after([*seen, *new], [*again, {"role": "user", "content": "lower"}], opened=True)
 
 
 def test_rows_of_another_taskset_are_refused() -> None:

@@ -43,7 +43,7 @@ def test_shares_add_up(tmp_path: Path, explorers: int) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["reward.workers=1"], "rollout.explorers=2: each needs a reward worker of its own, and reward.workers=1"),
+        (["reward.workers=1"], "rollout.explorers=2: each needs a separate reward worker, but reward.workers=1"),
         (["reward.workers=2", "rollout.concurrent_groups=1"], "share rollout.concurrent_groups=1"),
     ],
 )

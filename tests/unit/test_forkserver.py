@@ -39,7 +39,7 @@ def start(number, module, servers, *words, name="engine", **env):
     argv = [sys.executable, "-m", module, *words]
     return Child(f"{name} {number}", argv, env, folder / f"{number}.log", servers=servers, keep=[kept.fileno()])
 def is_forked(child):
-    return isinstance(child._process, Forked)
+    return isinstance(child.process, Forked)
 kept = open(folder / "kept", "w")
 """
 REPORT = """

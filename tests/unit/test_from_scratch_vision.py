@@ -19,7 +19,7 @@ from megarl.config.schema import FromScratchConfig, VisionTowerConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.learn.models.from_scratch import MODELS, VISION, VISION_TOKENS, create
-from megarl.run.run_dir.prepare import _model_recipe, with_prompt_limit
+from megarl.run.run_dir.prepare import model_recipe, with_prompt_limit
 from megarl.tasks import ChatTokenizer, chat_messages, generate, read_rows
 from megarl.tasks.images.processor import Processor
 from tests.unit.small_job import config_of
@@ -160,7 +160,7 @@ def test_files_of_text_models_are_those_from_before(model_type: str, tmp_path: P
 
 def test_the_recipe_of_a_text_model_names_no_tower_and_the_longest_prompt_counts_image_tokens(tmp_path: Path) -> None:
     text = config_of(tmp_path / "text")
-    assert not [name for name in _model_recipe(text, ([], "")) if "vision" in name]
+    assert not [name for name in model_recipe(text, ([], "")) if "vision" in name]
     data = tmp_path / "seen" / "data"
     paths = {split: data / f"{split}.parquet" for split in ("train", "eval", "warm_start")}
     generate("shapes", paths, {"train": 6, "eval": 4, "warm_start": 6}, seed=1)
@@ -171,7 +171,7 @@ def test_the_recipe_of_a_text_model_names_no_tower_and_the_longest_prompt_counts
     seen = replace(
         text, run=replace(text.run, dir=str(tmp_path / "seen")), taskset=taskset, model=model, rollout=rollout
     )
-    assert _model_recipe(seen, ([], ""))["model.from_scratch.vision.patch_size"] == 7
+    assert model_recipe(seen, ([], ""))["model.from_scratch.vision.patch_size"] == 7
     tokenizer, processor = ChatTokenizer.open(model.path), Processor.open(model.path)
     rows = [row for split, path in paths.items() for row in read_rows(path, require_response=split == "warm_start")]
     lengths = [len(processor.prompt_ids(tokenizer.render(chat_messages(row)), row.images)) for row in rows]

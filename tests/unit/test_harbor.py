@@ -432,7 +432,7 @@ def test_tests_without_a_reward_are_worth_0_and_logged(tmp_path: Path, caplog: p
 def test_nothing_is_left_behind_and_a_call_can_be_ended(hello: Path) -> None:
     before = set(hello.rglob("*"))
     episode: Any = environments.get("harbor")(row(hello), {"command_s": 100})
-    process = episode._sandbox._process
+    process = episode.sandbox.process
     call = in_thread(lambda: episode.step(block("touch here /tmp/there; sleep 77.7")))
     while "77.7" not in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
         time.sleep(0.02)

@@ -47,7 +47,7 @@ def family(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         table = replace(ARCHITECTURES["qwen3_moe"], joined=(JOINED_QKV, *STACKS[name]))
         monkeypatch.setitem(ARCHITECTURES, "qwen3_moe", table)
         monkeypatch.setattr(
-            "megarl.weights.checkpoint.formats.hf_source._JOINED", tuple(joined.name for joined in table.joined)
+            "megarl.weights.checkpoint.formats.hf_source.JOINED", tuple(joined.name for joined in table.joined)
         )
     yield name if name not in STACKS else "qwen3_moe"
 

@@ -248,7 +248,7 @@ def test_rewards_are_read_as_reward_functions_return_them(tmp_path: Path) -> Non
             {"group_id": "g", "index": 0, "claim": "t", "score": 1.0, "status": "late"},
             "status must be ok or wrong, got 'late'",
         ),
-        ({"group_id": "g", "index": 0, "claim": None, "score": 1.0}, "claim must be that of the row"),
+        ({"group_id": "g", "index": 0, "claim": None, "score": 1.0}, "claim must be the claim that"),
         ({"group_id": "g", "score": 1.0}, "no column 'index'; a row has group_id, index, claim and score"),
     ],
 )

@@ -331,7 +331,7 @@ def test_a_trainer_that_ran_out_of_memory_is_told_from_others(tmp_path: Path) ->
 def run_attempts(config: Config, lock: int) -> None:
     """The attempts of a job on this machine, after attempt 0."""
     gathering, timeline = Gathering(Allocation(), "", 1.0), Timeline(Path(config.run.dir), "c")
-    job._run_attempts(config, {}, Allocation(), gathering, lock, None, "", 0, timeline)
+    job.run_attempts(config, {}, Allocation(), gathering, lock, None, "", 0, timeline)
 
 
 def test_the_engines_of_a_job_leave_the_store_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,7 +345,7 @@ def test_the_engines_of_a_job_leave_the_store_with_it(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(job, "start_attempt", start)
     monkeypatch.setattr(job, "watch", lambda *_: None)
-    monkeypatch.setattr(job, "_fill_store", lambda *_: None)
+    monkeypatch.setattr(job, "fill_store", lambda *_: None)
     with (tmp_path / "lock").open("w") as lock:
         run_attempts(config, lock.fileno())
     assert store.engines.read() == []
@@ -394,7 +394,7 @@ def test_out_of_memory_is_followed_by_half_the_budget_once(
 
     monkeypatch.setattr(job, "start_attempt", start)
     monkeypatch.setattr(job, "watch", end)
-    monkeypatch.setattr(job, "_fill_store", lambda *_: None)
+    monkeypatch.setattr(job, "fill_store", lambda *_: None)
     monkeypatch.setattr(job, "MicroBatchBudget", lambda: MicroBatchBudget(lambda config: None))
     with (tmp_path / "lock").open("w") as lock, pytest.raises(NonRetryableError, match=r"again, with .*4096 -> 2048"):
         run_attempts(config, lock.fileno())
@@ -417,7 +417,7 @@ def test_only_what_may_pass_is_tried_again(
 
     monkeypatch.setattr(job, "start_attempt", start)
     monkeypatch.setattr(job, "watch", end)
-    monkeypatch.setattr(job, "_fill_store", lambda *_: None)
+    monkeypatch.setattr(job, "fill_store", lambda *_: None)
     with (tmp_path / "lock").open("w") as lock, pytest.raises(error, match="it ended"):
         run_attempts(config, lock.fileno())
     assert attempts == list(range(1, starts + 1))
@@ -433,7 +433,7 @@ def test_a_job_that_was_fenced_takes_no_further_number(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(job, "start_attempt", lambda *_, **__: [])
     monkeypatch.setattr(job, "watch", fail)
-    monkeypatch.setattr(job, "_fill_store", lambda *_: None)
+    monkeypatch.setattr(job, "fill_store", lambda *_: None)
     monkeypatch.setattr(
         job, "set_aside_damaged", lambda *_, **__: pytest.fail("the checkpoints are the other attempt's now")
     )
@@ -496,9 +496,9 @@ def test_run_directory_in_use(tmp_path: Path) -> None:
 def test_a_later_process_of_the_same_number_does_not_hold_the_directory(tmp_path: Path) -> None:
     with own_run_dir(tmp_path):
         pid, *_, started = (tmp_path / "lock").read_text().split(" ")
-    assert run_dir._is_alive(pid, started) and run_dir._is_alive(pid, "")
-    assert not run_dir._is_alive(pid, str(int(started) + 1))
-    assert not run_dir._is_alive("\u00b2", "") and not run_dir._is_alive("\u0663", "")
+    assert run_dir.is_alive(pid, started) and run_dir.is_alive(pid, "")
+    assert not run_dir.is_alive(pid, str(int(started) + 1))
+    assert not run_dir.is_alive("\u00b2", "") and not run_dir.is_alive("\u0663", "")
 
 
 ORPHANS = """

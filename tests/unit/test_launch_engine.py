@@ -71,8 +71,8 @@ def test_what_it_does_not_is_refused_with_the_mend(config: dict[str, Any], words
 def test_latent_attention_is_seen_though_config_json_leaves_its_width_out(tmp_path: Path) -> None:
     """The engine's options are made from the file: the width of DeepSeek's latent is transformers' own default."""
     from megarl.config.schema import RolloutConfig
-    from megarl.run.supervise.engine_process import _cpu_options
+    from megarl.run.supervise.engine_process import cpu_options
 
     for left_out in ("nothing", "kv_lora_rank"):
         (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in LATENT.items() if k != left_out}))
-        assert "CPU_MLA" in _cpu_options(str(tmp_path), RolloutConfig())
+        assert "CPU_MLA" in cpu_options(str(tmp_path), RolloutConfig())

@@ -83,10 +83,10 @@ with Reaper(alone_s=0.2) as reaper:
     child = LocalNode(reaper).start(Spec("engine 0", ("-c", code), {}, sys.argv[1]))
     while "\\n" not in child.log.read_text():
         time.sleep(0.02)
-    print("reaper", reaper._process.pid, flush=True)
+    print("reaper", reaper.process.pid, flush=True)
     print("child", child.pid, flush=True)
-    first = reaper._process.pid
-    while reaper._process.pid == first:
+    first = reaper.process.pid
+    while reaper.process.pid == first:
         time.sleep(0.02)
     reaper.add(child.pid, child.folder)  # returns when the new one has been told
     print("told", flush=True)
@@ -118,7 +118,7 @@ def test_a_guard_that_was_killed_has_a_successor(tmp_path: Path) -> None:
 
 def test_a_job_goes_on_and_ends_when_its_guard_is_killed(tmp_path: Path) -> None:
     with Reaper(alone_s=10) as reaper:
-        reaper._process.kill()
+        reaper.process.kill()
         process = child(tmp_path, "import time; time.sleep(0.5)")
         reaper.add(process.pid)
     assert not group_members(process.pid)
@@ -129,8 +129,8 @@ def test_a_guard_that_is_stopped_holds_nothing_up(tmp_path: Path, monkeypatch: p
     process = child(tmp_path, "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)")
     with Reaper(alone_s=0.2) as reaper:
         reaper.add(process.pid)
-        os.kill(reaper._process.pid, signal.SIGSTOP)
-    assert reaper._process.poll() == -signal.SIGKILL
+        os.kill(reaper.process.pid, signal.SIGSTOP)
+    assert reaper.process.poll() == -signal.SIGKILL
     assert process.wait(30) and process.poll() == -signal.SIGKILL  # what it would have done was done without it
 
 
@@ -139,9 +139,9 @@ def test_a_guard_forgets_what_is_gone(tmp_path: Path) -> None:
     with Reaper() as reaper:
         node = LocalNode(reaper)
         node.start(Spec("explorer", ("-c", "import time; time.sleep(600)"), {}, str(tmp_path / "explorer.log")))
-        assert reaper._groups
+        assert reaper.groups
         node.stop(["explorer"], 0.0)
-        assert not reaper._groups
+        assert not reaper.groups
 
 
 def test_an_engines_temporary_folder_ends_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ node = LocalNode(Reaper(), run_dir=Path({str(tmp_path)!r}))
 process = node.start(Spec("engine 0", ("-c", maps + "print('up', flush=True); time.sleep(600)"), {{}}, "engine.log"))
 while "up" not in process.log.read_text(): pass
 node.note("engine 0")
-print(process.folder, process.pid, node.reaper._process.pid, flush=True)
+print(process.folder, process.pid, node.reaper.process.pid, flush=True)
 sys.stdin.read()
 """
     with subprocess.Popen(
@@ -263,7 +263,7 @@ def test_a_killed_program_of_postgresql_leaves_no_shared_memory() -> None:
         [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as program:
         assert program.stdout is not None and program.stdout.readline() == "up\n" and segment.exists()
-        postgres._kill_session(program)
+        postgres.kill_session(program)
     assert not segment.exists()
 
 

@@ -25,7 +25,7 @@ from megarl.buffer.store import VARIABLE
 from megarl.config import Config
 from megarl.core.errors import ConfigError, FencedError, JobError
 from megarl.core.jobs import ProcessKind
-from megarl.run.launch.job import _healthy
+from megarl.run.launch.job import healthy_nodes
 from megarl.run.nodes import gpu_state, health, node_agent, remote
 from megarl.run.nodes.allocation import Allocation, find
 from megarl.run.nodes.channel import Channel, ChannelClosed, greet
@@ -38,7 +38,7 @@ from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.reaper import Reaper
 from megarl.run.run_dir.owner import next_attempt
 from megarl.run.supervise.process_specs import Addresses, specs
-from megarl.run.supervise.supervisor import _addresses, watch
+from megarl.run.supervise.supervisor import choose_addresses, watch
 from megarl.weights.checkpoint.training.manifest import current_attempt
 from tests.unit.small_job import config_of, nodes_of_engines, nodes_of_ranks
 
@@ -220,7 +220,7 @@ def test_the_port_of_an_engine_that_starts_later_is_held() -> None:
     config = config_of(Path("x"), "rollout.replicas=2", "rollout.placement=colocated")
     with Reaper() as reaper:
         node = LocalNode(reaper)
-        addresses = _addresses(plan_job(config, [NodeInfo.of(node)]), {0: node})
+        addresses = choose_addresses(plan_job(config, [NodeInfo.of(node)]), {0: node})
         for address in addresses.engines:
             host, _, port = address.rpartition(":")
             assert not ports.is_free(host, int(port))
@@ -288,7 +288,7 @@ def test_an_unauthenticated_peer_is_refused_whatever_it_sends(sent: bytes, caplo
     """Without an unhandled exception, and without keeping more than a few KiB of it."""
     [port] = ports.choose("127.0.0.1", 1, None)
     with Gathering(Allocation(0, 2, "127.0.0.1", port), KEY, 5) as gathering, unhandled() as errors:
-        gathering._expected.clear()  # else its end waits for them
+        gathering.expected.clear()  # else its end waits for them
         with socket.create_connection(("127.0.0.1", port)) as stranger:
             stranger.settimeout(15)
             stranger.sendall(sent)
@@ -315,7 +315,7 @@ def test_a_malformed_message_of_a_node_is_its_fault(message: dict[str, Any], tmp
     facts = asdict(health.facts("n1", "127.0.0.1"))
     with unhandled() as errors:
         node = RemoteNode(Channel(here, 60), {"rank": 1, "role": "all", "facts": facts})
-        process = node._processes["p"] = RemoteProcess(spec("p", "", tmp_path), node)
+        process = node.processes["p"] = RemoteProcess(spec("p", "", tmp_path), node)
         Channel(there, 60).send(**message)
         until(lambda: node.fault() is not None)
         assert "malformed message" in str(node.fault()) and process.poll() == 1 and "malformed" in process.tail()
@@ -328,7 +328,7 @@ def test_a_connection_that_cannot_be_accepted_closes_no_door(
     monkeypatch.setattr(remote, "ACCEPT_AGAIN_S", 0.05)
     [port] = ports.choose("127.0.0.1", 1, None)
     gathering = Gathering(Allocation(0, 2, "127.0.0.1", port), KEY, 5)
-    door = gathering._door
+    door = gathering.door
     assert door is not None
 
     class Failing:
@@ -343,8 +343,8 @@ def test_a_connection_that_cannot_be_accepted_closes_no_door(
         def __getattr__(self, name: str) -> Any:
             return getattr(door, name)
 
-    gathering._door = Failing()  # type: ignore[assignment]
-    gathering._expected.clear()
+    gathering.door = Failing()  # type: ignore[assignment]
+    gathering.expected.clear()
     with gathering, socket.create_connection(("127.0.0.1", port)) as node:
         node.settimeout(30)
         assert b"challenge" in node.recv(4096), "the door is open"
@@ -378,8 +378,8 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
     config = config_of(tmp_path)
     allocation = Allocation(0, 2, "127.0.0.1", port, "n0")
     code = (
-        "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\nfrom megarl.run.nodes import "
-        "agent\n"
+        "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\n"
+        "from megarl.run.nodes import node_agent as agent\n"
         "from megarl.run.nodes.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
         f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r}), "
         f"'cluster.stall_s=2'), {KEY!r}))"
@@ -396,7 +396,7 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
             yield node, here, tmp_path
         finally:
             if supervisor.poll() is None:
-                for other in gathering._nodes.values():
+                for other in gathering.nodes.values():
                     other.end()
             assert supervisor.wait(120), "the node's supervisor did not end with the job"
 
@@ -437,10 +437,10 @@ def test_a_database_password_is_not_sent_to_other_nodes(joined: Any, sent: str) 
     node, _, folder = joined
     url = url_of(KEY, "127.0.0.1", 5432).replace("/megarl?", f"/{sent}?")
     said: list[bytes] = []
-    send = node._channel._socket.sendall
+    send = node.channel.socket.sendall
     with pytest.MonkeyPatch.context() as patch:
         watched = type("Watched", (), {"sendall": lambda self, data: (said.append(data), send(data))})()
-        patch.setattr(node._channel, "_socket", watched)
+        patch.setattr(node.channel, "socket", watched)
         start = spec(f"store {sent}", f"import os; print(os.environ[{VARIABLE!r}])", folder)
         start = replace(start, env={**start.env, VARIABLE: url})
         if sent == "other":
@@ -525,12 +525,12 @@ def test_a_node_that_is_not_well_is_named(joined: Any, monkeypatch: pytest.Monke
     node, _, folder = joined
     allocation = Allocation(0, 2, "127.0.0.1", 1, "n0")
     config = config_of(folder)
-    assert _healthy(config, allocation, [node]) == [node]
+    assert healthy_nodes(config, allocation, [node]) == [node]
     monkeypatch.setattr(node, "facts", replace(node.facts, versions={**node.facts.versions, "torch": "1.0"}, clock=0.0))
     with pytest.raises(JobError, match=r"node n1: its clock is .* torch 1.0, but"):
-        _healthy(config, allocation, [node])
+        healthy_nodes(config, allocation, [node])
     without = replace(config, cluster=replace(config.cluster, exclude_unhealthy=True))
-    assert _healthy(without, allocation, [node]) == []
+    assert healthy_nodes(without, allocation, [node]) == []
 
 
 def test_a_run_directory_that_is_not_shared_is_told(joined: Any) -> None:
@@ -547,7 +547,7 @@ def test_a_stop_ends_the_wait_for_nodes() -> None:
     with Gathering(Allocation(0, 3, "127.0.0.1", port), KEY, 5) as gathering:
         with pytest.raises(KeyboardInterrupt):
             gathering.wait(600, lambda: True)
-        gathering._expected.clear()  # else its end waits for them too
+        gathering.expected.clear()  # else its end waits for them too
 
 
 def test_nodes_that_do_not_come_are_counted(tmp_path: Path) -> None:
@@ -555,7 +555,7 @@ def test_nodes_that_do_not_come_are_counted(tmp_path: Path) -> None:
     with Gathering(Allocation(0, 3, "127.0.0.1", port), KEY, 5) as gathering:
         with pytest.raises(JobError, match="nodes 1, 2 of 3 did not come"):
             gathering.wait(0.2)
-        gathering._expected.clear()  # else its end waits for them too
+        gathering.expected.clear()  # else its end waits for them too
 
 
 def test_a_head_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -159,6 +159,17 @@ def test_an_offline_job_has_no_rewards_and_one_reference(offline: dict[str, Path
     refused(ConfigError, offline_config(offline, "sft", "reward_model.path=/x"), "reward_model.path=/x", "offline")
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        (f"trainer.loop={__file__}", ["jobs that sample", "algorithm.name=sft trains on a file"]),
+        ("evaluation.average=0.9", ["jobs that train on sampled answers", "leave it out"]),
+    ],
+)
+def test_settings_of_jobs_that_sample(offline: dict[str, Path], override: str, words: list[str]) -> None:
+    refused(ConfigError, offline_config(offline, "sft", override), override, *words)
+
+
 def test_context_parallel_pieces_count(offline: dict[str, Path]) -> None:
     """A pair takes more room where each of its sequences is cut into 2·cp equal pieces."""
     lengths = next(iter(pair_lengths(offline["dpo"])))

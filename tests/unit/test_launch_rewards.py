@@ -26,7 +26,13 @@ from tests.unit.test_launch_data import rewritten
     ("overrides", "words"),
     [
         (["reward.routes.my_set=mathh"], ["reward.routes.my_set=mathh", "no family", "math"]),
-        (["reward.routes.my_set=math", f"reward.path={__file__}"], ["reward.routes", "reward.path"]),
+        *(
+            (
+                [given, f"reward.path={__file__}"],
+                [f"{given.partition('=')[0]} does nothing beside reward.path", "leave"],
+            )
+            for given in ("reward.routes={my_set: math}", "reward.judge.url=rollout")
+        ),
         (["reward.hosts=[127.0.0.1:9]"], ["reward.hosts", "MEGARL_JOB_KEY"]),
         (
             ["reward.length.weight=0.1", "algorithm=reinforce_pp", "algorithm.group_size=1"],
@@ -90,7 +96,7 @@ def test_programs_need_a_sandbox_before_anything_starts(
     monkeypatch.setattr(client, "BUSY_S", 0.2)
     refused(ConfigError, service, "not run unless they can be isolated", "http://127.0.0.1:9")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(proven, "_proven", {})  # by another test of this process
+    monkeypatch.setattr(proven, "known", {})  # by another test of this process
     host.find.cache_clear()
     refused(ConfigError, config_of(prepared, override), "not run unless they can be isolated", "bwrap")
 

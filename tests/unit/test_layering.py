@@ -197,7 +197,8 @@ def unknown_names(sources: dict[str, str], known: dict[str, str]) -> set[str]:
     by_module = {module_of(path): source for path, source in known.items()}
     found = set()
     for source in sources.values():
-        for module, names in re.findall(r"\bfrom (megarl(?:\.\w+)*) import (\w+(?:, \w+)*)", source):
+        joined = re.sub(r'"\n\s*f?"', "", source)  # a string in parts, one a line
+        for module, names in re.findall(r"\bfrom (megarl(?:\.\w+)*) import (\w+(?:, \w+)*)", joined):
             for name in names.split(", "):
                 if f"{module}.{name}" not in by_module and not re.search(rf"\b{name}\b", by_module.get(module, "")):
                     found.add(f"{module}.{name}")
@@ -207,6 +208,8 @@ def unknown_names(sources: dict[str, str], known: dict[str, str]) -> set[str]:
 def test_imports_in_strings_name_what_there_is() -> None:
     assert unknown_names(all_sources(), all_sources()) <= {"megarl._C"}
     sources = {"megarl/p/a.py": "code = 'from megarl.p import b; b.f()'\nfrom megarl.p.a import code\n"}
+    assert unknown_names(sources, sources) == {"megarl.p.b"}
+    sources = {"megarl/p/a.py": 'code = (\n    "from megarl.p import "\n    f"b; {x}"\n)\n'}
     assert unknown_names(sources, sources) == {"megarl.p.b"}
 
 

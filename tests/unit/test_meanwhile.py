@@ -120,7 +120,7 @@ class Servers:
     def choice(self) -> EngineChoice:
         """An explorer's, with the rows of now. The first engine is busier."""
         found = EngineChoice(list(self.rows))
-        found._outstanding[self.rows[0].url] = 9
+        found.outstanding[self.rows[0].url] = 9
         return found
 
 
@@ -292,8 +292,8 @@ class Publishing:
     def give(self, version: WeightsVersion) -> list[int]:
         """Publish; return the numbers of the engines that took the version."""
         self.connection.rows = Fleet(self.store.engines.own()).to_join(begun=True)
-        behind = self.publisher._behind(version)
-        self.publisher._note(behind, version)
+        behind = self.publisher.behind(version)
+        self.publisher.note(behind, version)
         return [self.connection.rows[place].number for place in behind]
 
     def replaced(self, number: int) -> None:
@@ -324,7 +324,7 @@ def test_engines_that_keep_weights_get_no_newer_ones_while_they_have_theirs(tmp_
 def test_an_engine_whose_update_was_cut_off_keeps_nothing(tmp_path: Path) -> None:
     job = Publishing(Store(f"sqlite:///{tmp_path}/store.db"), 2)
     job.hold(1, OLD)
-    job.publisher._note([0], None)
+    job.publisher.note([0], None)
     assert job.holding() == [] and [row.has for row in job.store.engines.own()] == [None, OLD]
 
 

@@ -135,7 +135,7 @@ def test_modes_agree_with_each_other(dtype: torch.dtype) -> None:
 
 def test_gradients_by_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin in float64, through both ways of taking the loss."""
-    monkeypatch.setattr(native, "_twin", True)
+    monkeypatch.setattr(native, "runs_twins", True)
     case = make_case(5, rows=4, width=3, vocab_size=6, columns=7)
     hidden, weight = (x.double().requires_grad_() for x in (case.hidden, case.weight))
 
@@ -237,7 +237,7 @@ def test_a_loss_without_gradient_leaves_zeros() -> None:
 
 @pytest.mark.parametrize("twin", [False, True])
 def test_no_rows(twin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_twin", twin)
+    monkeypatch.setattr(native, "runs_twins", twin)
     case = make_case(11, rows=0)
     weight = case.weight.clone().requires_grad_()
     logp, entropy = ops.linear_logprob(case.hidden, weight, case.targets, vocab_size=37, logits_bytes=160)
@@ -250,7 +250,7 @@ def test_no_rows(twin: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_twin_gives_the_same_and_its_loss_sees_the_same_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_case(12, rows=9)
     kernels = [differentiate(case, "C", 4), differentiate(case, "B", 4)]
-    monkeypatch.setattr(native, "_twin", True)
+    monkeypatch.setattr(native, "runs_twins", True)
     twins = [differentiate(case, "C", 4), differentiate(case, "B", 4)]
     for mine, twin in zip(kernels, twins, strict=True):
         assert_close(case, twin, differentiate(case, "truth", None))

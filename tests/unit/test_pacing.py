@@ -151,6 +151,10 @@ def test_without_the_rule_the_bound_is_broken() -> None:
         (SyncConfig(order="completion"), r"sync\.order=completion with sync\.max_staleness=0"),
         (SyncConfig(pause="keep"), r"sync\.pause=keep with sync\.max_staleness=0"),
         (SyncConfig(pause="keep", max_staleness=1), r"sync\.pause=keep with sync\.order=admission"),
+        (
+            SyncConfig(pause="keep", max_staleness=1, order="completion", method="checkpoint"),
+            r"sync\.pause=keep with sync\.method=checkpoint: .* set sync\.pause=wait or sync\.method=direct",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(sync: SyncConfig, message: str) -> None:

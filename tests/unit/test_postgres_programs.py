@@ -30,7 +30,7 @@ START = """
 import sys
 from pathlib import Path
 from megarl.run import postgres
-postgres._identity = lambda folder: postgres.Identity("me", 0, {})
+postgres.identity_of = lambda folder: postgres.Identity("me", 0, {})
 postgres.Server(Path(sys.argv[1]), "key").start()
 """
 
@@ -41,7 +41,7 @@ def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "seen").mkdir()
     (tmp_path / "bin").mkdir()
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    monkeypatch.setattr(postgres, "_identity", lambda folder: Identity("me", os.geteuid(), {}))
+    monkeypatch.setattr(postgres, "identity_of", lambda folder: Identity("me", os.geteuid(), {}))
     return tmp_path / "seen"
 
 

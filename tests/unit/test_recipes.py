@@ -420,7 +420,7 @@ def test_departures_are_departures_and_listed(name: str) -> None:
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_file_and_the_docs_name_the_source(name: str) -> None:
     assert f"Source: {EXPERIMENTS[name]}" in head(name)
-    assert f"- `{name}`: `{EXPERIMENTS[name]}`:" in " ".join(DOCS.split())
+    assert f"- `{name}`: `{EXPERIMENTS[name]}`" in " ".join(DOCS.split())
 
 
 def answer(config: Config, length: int, score: float, index: int) -> Trajectory:

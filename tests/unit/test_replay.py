@@ -124,7 +124,7 @@ class ReplayJob:
     """The only rank of a job on 40 tasks that samples, trains and records steps; responses come at once."""
 
     def __init__(self, path: Path, config: Config, url: str | None = None) -> None:
-        self.config = config
+        self.path, self.config = path, config
         self.store = Store(url or f"sqlite:///{path}/store.db")
         if not self.store.tasks.ids("train"):
             self.store.tasks.add("train", [make_task(i) for i in range(40)])
@@ -204,7 +204,7 @@ def test_steps_that_are_made_again_are_the_same(job: ReplayJob) -> None:
     job.step(6, record=False)
     job.store.rollouts.discard(3)
     assert job.store.replays.counts(3, 99) == {} and sum(job.store.replays.counts(0, 3).values()) < sum(before.values())
-    again = ReplayJob(Path(job.rollouts._context.run_dir), job.config)
+    again = ReplayJob(job.path, job.config)
     assert [trained(again.step(number)) for number in range(3, 6)] == found[3:]
     assert again.store.replays.counts(0, 99) == before
 

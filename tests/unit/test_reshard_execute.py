@@ -24,9 +24,9 @@ from megarl.weights.reshard.execute import (
     NO_ROOM,
     Arrival,
     Digests,
+    Incoming,
+    Outgoing,
     Work,
-    _Incoming,
-    _Outgoing,
     compare,
     digests_of,
     exchange,
@@ -154,7 +154,7 @@ def test_replicas_are_packed_for_once_and_slices_digested_once(apart: bool, monk
     source, shards = megatron_layout(config, MegatronGrid(pp=2)), megatron_grid(config, random_hf(config), 1, 2, 1)
     digested: list[int] = []
     packed: list[int] = []
-    slice_of = execute._slice
+    slice_of = execute.local_view
 
     def counted(slices: Sequence[Any]) -> torch.Tensor:
         digested.append(len(slices))
@@ -165,7 +165,7 @@ def test_replicas_are_packed_for_once_and_slices_digested_once(apart: bool, monk
         return slice_of(*args)
 
     monkeypatch.setattr(execute, "slice_digests", counted)
-    monkeypatch.setattr(execute, "_slice", copied)
+    monkeypatch.setattr(execute, "local_view", copied)
 
     def sent_to(replicas: int) -> tuple[int, int, Digests]:
         """Bytes that both trainer ranks have sent, copies that they have made, and their digests."""
@@ -420,9 +420,9 @@ def test_a_bucket_without_memory_is_told_from_other_failures() -> None:
     buckets, rank = [Bucket(MessageChannel(0, (0,)), HUGE, ())], plan.destination.num_ranks
     shared = SharedMemorySender(Allocating(), frozenset({0}), HostMemory(memory_file()))
     attempts: list[Callable[[], object]] = [
-        lambda: _Outgoing(plan, {}, Allocating(), buckets),
-        lambda: _Outgoing(plan, {}, shared, buckets),
-        lambda: _Incoming(plan, rank, {}.__getitem__, lambda local, numel: None, Allocating(), buckets),
+        lambda: Outgoing(plan, {}, Allocating(), buckets),
+        lambda: Outgoing(plan, {}, shared, buckets),
+        lambda: Incoming(plan, rank, {}.__getitem__, lambda local, numel: None, Allocating(), buckets),
     ]
     for attempt in attempts:
         with pytest.raises(WeightSyncError, match=f"{NO_ROOM} {HUGE + HEADER} bytes: .*annot allocate memory"):

@@ -253,7 +253,7 @@ def test_groups_that_were_asked_for_ahead_with_other_settings_are_asked_for_agai
     """Their tokens were sampled, or judged, as the settings do not say any more."""
     before = ("sync.max_staleness=1", "trainer.steps=9")
     config = config_of(tmp_path, *before)
-    job._fill_store(config, {}, 1, config)
+    job.fill_store(config, {}, 1, config)
     save_resolved(config, tmp_path / "resolved.json")
     store = Store(config.store.url, attempt=1)
     task = Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {"ground_truth": "2"})
@@ -264,7 +264,7 @@ def test_groups_that_were_asked_for_ahead_with_other_settings_are_asked_for_agai
         store.journal.record_step(step, {})
     finished_checkpoint(tmp_path, 2)
     changed = config_of(tmp_path, *before, *overrides)
-    job._fill_store(changed, {}, 2, changed)
+    job.fill_store(changed, {}, 2, changed)
     assert store.rollouts.progress("ahead") == (0, int(kept))
     store.close()
 
@@ -283,7 +283,7 @@ def test_rows_that_responses_are_to_must_not_change(
 ) -> None:
     """Row 1 has a response of step 1. Without a checkpoint that is forgotten."""
     config = config_of(tmp_path, "trainer.steps=9")
-    job._fill_store(config, {"train": Selected(ROWS, {})}, 1, config)
+    job.fill_store(config, {"train": Selected(ROWS, {})}, 1, config)
     save_resolved(config, tmp_path / "resolved.json")
     store = Store(config.store.url, attempt=1)
     store.pacing.record_version(WeightsVersion(1, 0), 0)
@@ -292,16 +292,16 @@ def test_rows_that_responses_are_to_must_not_change(
     if saved:
         finished_checkpoint(tmp_path, 1)
     further = Selected([ROWS[0], row(1, "3"), *ROWS[2:], row(3, "4")], {})
-    job._fill_store(config, {"train": further}, 2, config)
+    job.fill_store(config, {"train": further}, 2, config)
     assert [task.task_id for task in store.tasks.read("train")] == [f"train/{number}" for number in range(4)]
     assert "1 rows that the run has not used yet have changed or gone since its last start; the first is" in caplog.text
     for attempt, others in enumerate(([row(0, "7"), *ROWS[1:]], ROWS[1:]), 3):
         if saved:
             with pytest.raises(ConfigError, match=r"responses to 1 rows that have changed .*row 1 \(taskset.train\)"):
-                job._fill_store(config, {"train": Selected(others, {})}, attempt, config)
+                job.fill_store(config, {"train": Selected(others, {})}, attempt, config)
             assert store.selection.tasks_named(["train/0"])["train/0"].ground_truth == "1"
         else:
-            job._fill_store(config, {"train": Selected(others, {})}, attempt, config)
+            job.fill_store(config, {"train": Selected(others, {})}, attempt, config)
     store.close()
 
 
@@ -311,7 +311,7 @@ def test_an_evaluation_whose_weights_are_gone_is_said_not_to_be_measured(
 ) -> None:
     """Killed with the evaluation of step 1 open (trainer.eval_engines); from step 1 on it would be made again."""
     config = config_of(tmp_path, "trainer.steps=9")
-    job._fill_store(config, {}, 1, config)
+    job.fill_store(config, {}, 1, config)
     store = Store(config.store.url, attempt=1)
     store.tasks.add("eval", [Task("t", "math", ({"role": "user", "content": "1 + 1 ="},), "math", {})])
     store.pacing.record_version(WeightsVersion(1, 2), 1)
@@ -319,7 +319,7 @@ def test_an_evaluation_whose_weights_are_gone_is_said_not_to_be_measured(
     for step in range(1, saved + 1):
         store.journal.record_step(step, {})
     finished_checkpoint(tmp_path, saved)
-    job._fill_store(config, {}, 2, config)
+    job.fill_store(config, {}, 2, config)
     assert [event["data"]["step"] for event in store.journal.events("evaluation_lost")] == lost
     assert ("evaluation of step 1 was under way" in caplog.text) is bool(lost)
     assert store.evaluations.uncounted() == {} and not store.rollouts.is_requested("eval-1")

@@ -298,18 +298,18 @@ def test_a_store_that_lost_its_last_steps_takes_the_run_back(tmp_path: Path, cap
 def test_the_store_of_another_run_is_not_touched(tmp_path: Path) -> None:
     """It has the run's first steps, so the run could seem to have lost its last ones."""
     config = config_of(tmp_path)
-    job._fill_store(config, {}, 1, config)
+    job.fill_store(config, {}, 1, config)
     for step in (0, 2, 4):
         finished_checkpoint(tmp_path, step)
     other = config_of(tmp_path / "other", f"store.url=sqlite:///{tmp_path}/other.db")
     (tmp_path / "other").mkdir(exist_ok=True)
-    job._fill_store(other, {}, 1, other)
+    job.fill_store(other, {}, 1, other)
     store = Store(other.store.url, attempt=1)
     for step in (1, 2):
         store.journal.record_step(step, {})
     with pytest.raises(ConfigError, match="other.db is the store of another run"):
         here = config_of(tmp_path, f"store.url={other.store.url}")
-        job._fill_store(here, {}, 2, here)
+        job.fill_store(here, {}, 2, here)
     assert latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "global_step_4"
     store.journal.record_step(3, {})  # no later attempt has begun there
     store.close()

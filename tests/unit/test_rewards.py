@@ -30,7 +30,7 @@ from megarl.rewards.pool import process as reward_process
 from megarl.rewards.pool import worker_queue
 from megarl.rewards.pool.host import RewardHost
 from megarl.rewards.pool.process import RemoteRewardProcess, Worker
-from megarl.rewards.pool.worker import _verdict_of
+from megarl.rewards.pool.worker import verdict_of
 from megarl.rewards.routes import ROUTES
 from megarl.rewards.verdict import to_verdict
 
@@ -256,7 +256,7 @@ def test_verifiers_of_known_sources_are_imported_before_the_first_answer() -> No
         async with RewardPool(config, CountingJudge(), sources=sources) as pool:
             known = await pool.score(TASK, "12")
             unknown = await pool.score(replace(TASK, data_source="no such family"), "12")
-            return pool._workers[0]._prepared, known, unknown
+            return pool.workers[0].prepared, known, unknown
 
     prepared, known, unknown = asyncio.run(main())
     assert prepared == {TASK.data_source}
@@ -325,7 +325,7 @@ def test_what_a_function_leaves_behind_changes_no_later_verdict(tmp_path: Path, 
             config = RewardConfig(path=str(tmp_path / "reward.py"), timeout_s=60.0, retries=0, max_kills=1)
             pool = RewardPool(config, key=KEY)
             if not local:
-                pool._workers[:] = [Worker(config, RemoteRewardProcess(f"127.0.0.1:{host.port}", KEY))]
+                pool.workers[:] = [Worker(config, RemoteRewardProcess(f"127.0.0.1:{host.port}", KEY))]
             async with pool:
                 return [await pool.score(TASK, text) for text in texts]
 
@@ -337,9 +337,9 @@ def test_what_a_function_leaves_behind_changes_no_later_verdict(tmp_path: Path, 
 def test_a_reply_to_another_request_is_no_verdict() -> None:
     async def work(pool: RewardPool) -> list[Verdict]:
         first = await pool.score(LIGHT, "12")
-        [worker] = pool._workers
-        assert worker._writer is not None
-        worker._writer.write(b'{"id": 999, "prepare": "vision/count"}\n')
+        [worker] = pool.workers
+        assert worker.writer is not None
+        worker.writer.write(b'{"id": 999, "prepare": "vision/count"}\n')
         return [first, *[await pool.score(LIGHT, text) for text in ("13", "14", "12 ")]]
 
     found = run_pool(RewardConfig(workers=1), work)
@@ -377,7 +377,7 @@ def test_a_score_that_is_no_number_is_the_responses_fault() -> None:
     def odd(text: str, truth: Any, info: Any) -> float:
         return math.nan if text else 0.0
 
-    assert _verdict_of(odd, "x", "1", {}) == {"score": 0.0, "status": "wrong"}
+    assert verdict_of(odd, "x", "1", {}) == {"score": 0.0, "status": "wrong"}
 
 
 def test_an_error_of_a_verifier_is_the_responses_fault_unless_an_empty_one_causes_it_too() -> None:
@@ -388,10 +388,10 @@ def test_an_error_of_a_verifier_is_the_responses_fault_unless_an_empty_one_cause
             raise MemoryError
         return 0.0
 
-    assert _verdict_of(fails, "x", "1", {}) == {"score": 0.0, "status": "wrong"}
+    assert verdict_of(fails, "x", "1", {}) == {"score": 0.0, "status": "wrong"}
     for truth, error in (("row", MemoryError), ("disk", OSError)):
         with pytest.raises(error):
-            _verdict_of(fails, "x", truth, {})
+            verdict_of(fails, "x", truth, {})
 
 
 def test_a_hanging_sample_does_not_hold_up_another_worker(user_config: RewardConfig) -> None:
@@ -639,7 +639,7 @@ def test_who_waits_for_a_worker_is_told_when_the_pool_closes_or_gets_stuck(
 
     async def stuck() -> Verdict:
         async with asyncio.timeout(60), RewardPool(replace(config, timeout_s=0.2)) as pool:
-            await pool._queue.take()  # its worker is lost to a fault of the pool
+            await pool.queue.take()  # its worker is lost to a fault of the pool
             return await pool.score(TASK, "12")
 
     monkeypatch.setattr(worker_queue, "STUCK_S", 0.1)

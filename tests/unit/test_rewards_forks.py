@@ -84,7 +84,7 @@ def test_a_forked_worker_is_as_one_that_was_started(
     reporting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late variables differ from the server's; others have a worker started by itself."""
-    asyncio.run(child._server(child.PRELOAD))
+    asyncio.run(child.server_of(child.PRELOAD))
     monkeypatch.setenv("MEGARL_JOB_KEY", "very-secret")
     forks: list[int | None] = []
     fork = ForkServer.fork
@@ -176,5 +176,5 @@ def test_imports_that_fail_cost_one_attempt(monkeypatch: pytest.MonkeyPatch) -> 
             assert not server_processes()
 
     asyncio.run(main())
-    ((_, server),) = child._servers.items()
+    ((_, server),) = child.servers.items()
     assert server.closed and not server.imported

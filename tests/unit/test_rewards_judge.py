@@ -468,7 +468,7 @@ def test_the_judge_asks_the_engines_of_the_moment(left: int, tmp_path: Path) -> 
             running = [await stack.enter_async_context(server.test_server()) for server in servers]
             urls = [str(one.make_url("")).rstrip("/") for one in running]
             engines = EngineChoice([serving_row(number, url) for number, url in enumerate(urls[:2])])
-            subject = await stack.enter_async_context(explorer._judge(judging, engines.urls, "k", 0.0))
+            subject = await stack.enter_async_context(explorer.opened_judge(judging, engines.urls, "k", 0.0))
             assert subject is not None
             now = [serving_row(number, url) for number, url in enumerate(urls[:1] if left else urls[2:])]
             engines.see(now)

@@ -77,7 +77,7 @@ def test_workers_that_were_killed_while_idle_are_nobodys_fault(flaky: Path) -> N
     async def work(pool: RewardPool) -> list[Verdict]:
         for pid in pool.pids:
             os.kill(pid, signal.SIGKILL)
-        while any(worker.up for worker in pool._workers):
+        while any(worker.up for worker in pool.workers):
             await asyncio.sleep(0.01)
         return await asyncio.gather(*(pool.score(TASK, "12") for _ in range(4)))
 
@@ -315,7 +315,7 @@ def test_a_malformed_request_is_an_error_of_one_line() -> None:
                 RewardConfig(), reward_process.RemoteRewardProcess(f"127.0.0.1:{host.port}", KEY)
             )
             await worker.ready()
-            assert worker._reader is not None and worker._writer is not None
+            assert worker.reader is not None and worker.writer is not None
             replies = []
             for line in (
                 b"[" * 5000,
@@ -326,9 +326,9 @@ def test_a_malformed_request_is_an_error_of_one_line() -> None:
                 b'{"score": 3}',
                 b'{"prepare": "reasoning_gym/chain_sum"}',
             ):
-                worker._writer.write(line + b"\n")
-                replies.append(json.loads(await worker._reader.readline()))
-            connection = worker._writer.get_extra_info("socket")
+                worker.writer.write(line + b"\n")
+                replies.append(json.loads(await worker.reader.readline()))
+            connection = worker.writer.get_extra_info("socket")
             assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "a host that vanished is noticed"
             await worker.kill()
             return replies

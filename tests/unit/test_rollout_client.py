@@ -352,7 +352,7 @@ def test_calls_go_to_the_engine_with_the_fewest_unfinished_samples() -> None:
                     release.set()
                     assert await asyncio.gather(*tasks) == [5, 2, 2, 2]
                     assert await ask(1) == 1
-                    assert set(client.engines._outstanding.values()) == {0}
+                    assert set(client.engines.outstanding.values()) == {0}
 
             await served(engine("b"), inner)
 
@@ -424,12 +424,12 @@ def test_a_call_goes_home_unless_that_engine_is_busier() -> None:
     engines = choice_of("a", "b")
 
     def chosen(home: str, a: int, b: int) -> str:
-        engines._outstanding.update(a=a - engines._outstanding["a"], b=b - engines._outstanding["b"])
+        engines.outstanding.update(a=a - engines.outstanding["a"], b=b - engines.outstanding["b"])
         return asyncio.run(engines.choose(WantedWeights(), home)).url
 
     assert [chosen("b", 0, 0), chosen("b", 60, 64), chosen("b", 8, 10)] == ["b", "b", "b"]
     assert [chosen("b", 0, 1), chosen("b", 8, 16), chosen("gone", 2, 1), chosen("", 1, 2)] == ["a", "a", "b", "a"]
-    engines._left_out["b"] = time.monotonic() + 60
+    engines.left_out["b"] = time.monotonic() + 60
     assert chosen("b", 9, 0) == "a"
 
 

@@ -246,7 +246,7 @@ def test_an_engine_refuses_and_is_idle_before_its_memory_goes(monkeypatch: pytes
         calls.append((path, body))
         return {"success": True, "results": [{"freed": 1, "rss": 2}]}
 
-    monkeypatch.setattr(EngineControl, "_call", call)
+    monkeypatch.setattr(EngineControl, "call", call)
     engine = EngineControl("http://127.0.0.1:1", "k")
     assert engine.sleep() == [{"freed": 1, "rss": 2}]
     assert calls == [

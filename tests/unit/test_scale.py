@@ -239,7 +239,7 @@ def test_the_trainer_joins_engines_that_are_there(tmp_path: Path) -> None:
 
 def test_an_engine_that_is_left_out_is_waited_for_no_more() -> None:
     fleet = EngineFleet([f"http://127.0.0.1:{ports.choose('127.0.0.1', 1, None)[0]}"], "k", 1.0)
-    with pytest.raises(EngineError, match="is to be joined no more"):
+    with pytest.raises(EngineError, match="is no longer to be joined"):
         fleet.wait_ready(600.0, lambda: False, lambda: fleet.urls)
 
 

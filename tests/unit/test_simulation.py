@@ -108,7 +108,7 @@ def test_what_suspends_rows_loses_no_token(schedule: simulation.Schedule) -> Non
     rates = simulation.Rates(2, 4, 0.01, 0.001, 0.1, 0.0, 0.05)
     job = simulation.Simulation(rates, simulation.Load(4, 4, simulation.lognormal), schedule)
     trained: list[Any] = []
-    take, ended, suspended = job._take, job._engines._ended, 0
+    take, ended, suspended = job.take, job.engines.ended, 0
 
     def ending(row: simulation.Row) -> None:
         nonlocal suspended
@@ -121,19 +121,19 @@ def test_what_suspends_rows_loses_no_token(schedule: simulation.Schedule) -> Non
         assert schedule.order == "completion" or all(group.number == step for group in found)
         return found  # type: ignore[no-any-return]
 
-    job._take, job._engines._ended = taking, ending
+    job.take, job.engines.ended = taking, ending
     job.run(12)
     assert suspended > 0 and len(trained) == (12 + 2 + 2) * 4 and all(group.left == 0 for group in trained)
-    assert job._engines.tokens >= sum(group.tokens for group in trained)
-    job._engines.held = True
-    while job._engines.step():
+    assert job.engines.tokens >= sum(group.tokens for group in trained)
+    job.engines.held = True
+    while job.engines.step():
         pass
-    rows = [row for row, _ in job._engines.queue] + job._suspended
+    rows = [row for row, _ in job.engines.queue] + job.suspended
     unended = sum(row.left for row in rows)
     waiting = sum(group.tokens for group in {row.group for row in rows})
     unended_groups = {id(row.group) for row in rows}
-    whole = sum(group.tokens for group in [*trained, *job._ready] if id(group) not in unended_groups)
-    assert job._engines.tokens == whole + waiting - unended
+    whole = sum(group.tokens for group in [*trained, *job.ready] if id(group) not in unended_groups)
+    assert job.engines.tokens == whole + waiting - unended
 
 
 def test_a_drain_waits_for_requests_alone() -> None:

@@ -13,7 +13,7 @@ from megarl.engines.cpu.single_rows import TRIED_ROWS, doubling, needs_doubling
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(single_rows, "_known", {})
+    monkeypatch.setattr(single_rows, "known", {})
     yield
 
 

@@ -98,7 +98,7 @@ def explored(
         while not store.rollouts.is_complete("r0"):
             assert not running.done(), running.result()
             await asyncio.sleep(0.005)
-        assert explorer._under_way.total == 0
+        assert explorer.under_way.total == 0
         while not set(engine.endless) & set(range(engine.number)) <= set(engine.aborted):  # cancelled calls end
             await asyncio.sleep(0.005)
         store.journal.close_job()

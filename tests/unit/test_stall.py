@@ -409,9 +409,7 @@ def test_a_rollout_that_stands_still_is_said(node: LocalNode, tmp_path: Path, cl
     children = [start(node, name, code, tmp_path) for name, code in codes.items()]
     dog = watchdog_of(tmp_path, "rollout.request_timeout_s=10")
     said = watched(dog, children, node, clock, moving=children)
-    assert (
-        "waits for a rollout of which no sample has ended" in said and "the explorer: 3 samples being generated" in said
-    )
+    assert "waits for a rollout: no sample has ended" in said and "the explorer: 3 samples being generated" in said
 
 
 def test_who_was_stopped_together_with_the_job_blames_nobody(node: LocalNode, tmp_path: Path, clock: Clock) -> None:

@@ -185,11 +185,11 @@ def test_patches_are_made_once_and_bounded(inputs: ImageInputs, monkeypatch: pyt
     made.images.pixels(two)
     assert made.images.pixels(one) is patches
     made.images.pixels(three)  # in the place of the second, which was asked for before the first
-    assert made.images.pixels(one) is patches and len(inputs._patches) == 2
+    assert made.images.pixels(one) is patches and len(inputs.kept) == 2
     later = of_demonstrations([(np.array([9], np.int32), np.array([9], np.int32))])
     inputs.put(later, [()])
     assert made.images.pixels(one) is patches
-    inputs._patches.clear()
+    inputs.kept.clear()
     assert torch.equal(made.images.pixels(one), patches), "a batch keeps its files, whatever comes after it"
 
 

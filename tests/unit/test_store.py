@@ -645,7 +645,7 @@ def test_an_evaluation_and_successes_scan_no_table_of_groups(tmp_path: Path) -> 
     store.rollouts.request("eval-0", "eval", 0, VERSION, store.tasks.ids("train"), 2, {})
     statements: list[tuple[str, Any]] = []
     sqlalchemy.event.listen(
-        store._database._reader,
+        store.database.reader,
         "before_cursor_execute",
         lambda connection, cursor, statement, parameters, *_: statements.append((statement, parameters)),
     )
@@ -669,7 +669,7 @@ def test_a_claim_sorts_no_pending_groups(tmp_path: Path) -> None:
     request(store, "r1")
     statements: list[tuple[str, Any]] = []
     sqlalchemy.event.listen(
-        store._database._writer,
+        store.database.writer,
         "before_cursor_execute",
         lambda connection, cursor, statement, parameters, *_: statements.append((statement, parameters)),
     )
@@ -690,7 +690,7 @@ def test_a_claim_sorts_no_pending_groups(tmp_path: Path) -> None:
 def test_a_rollout_reads_the_tasks_that_it_asks_for_alone(store: Store) -> None:
     """Before it takes the write lock, and in statements of limited size."""
     statements: list[str] = []
-    for engine in (store._database._reader, store._database._writer):
+    for engine in (store.database.reader, store.database.writer):
         sqlalchemy.event.listen(
             engine, "before_cursor_execute", lambda connection, cursor, statement, *_: statements.append(statement)
         )
@@ -759,7 +759,7 @@ def test_every_write_is_in_the_table_of_writes(store: Store) -> None:
         "workers.beats",
         "workers.busy_times",
     }
-    parts = {name: part for name, part in vars(store).items() if not name.startswith("_") and name != "program"}
+    parts = {name: part for name, part in vars(store).items() if name not in ("program", "database")}
     methods = {f"{name}.{method}" for name, part in parts.items() for method in vars(type(part))}
     methods = {method for method in methods if "._" not in method} | {"sync"}
     assert methods - reads - {"journal.run_id"} == set(WRITES)

@@ -218,7 +218,7 @@ def test_what_is_synced_outlives_a_power_cut(tmp_path: Path, when: str) -> None:
 
 def test_a_file_that_cannot_be_written_is_told_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     url = filled(tmp_path / "store.db")
-    monkeypatch.setattr(database, "_enter_wal", lambda connection: connection.execute("PRAGMA query_only=1"))
+    monkeypatch.setattr(database, "enter_wal", lambda connection: connection.execute("PRAGMA query_only=1"))
     with pytest.raises(
         ConfigError, match=rf"store\.url={url} cannot be .* \(attempt to write a readonly database\); .* set store\.url"
     ) as raised:

@@ -116,7 +116,7 @@ def test_an_import_that_is_killed_leaves_nothing(store: Store, store_url: str) -
 
 @pytest.mark.parametrize("write", ["import_sources", "replace_source"])
 def test_a_commit_that_nobody_heard_of_is_not_repeated(store: Store, store_url: str, write: str) -> None:
-    once, answers = store._database.write, list[Any]()
+    once, answers = store.database.write, list[Any]()
 
     def twice(work: Callable[..., Any]) -> Any:
         answers.append(once(lambda connection, again: work(connection, False)))
@@ -125,7 +125,7 @@ def test_a_commit_that_nobody_heard_of_is_not_repeated(store: Store, store_url: 
         return answers[-1]
 
     found: list[Any] = []
-    store._database.write = twice  # type: ignore[assignment]
+    store.database.write = twice  # type: ignore[assignment]
     if write == "import_sources":
         store.experts.import_sources([("a", [expert(0), expert(1)])])
     else:

@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_a_result_that_keeps_flowing_is_not_cut_off(clock: list[float]) -> None:
-    watched = postgres_waiting._watched(statement(), "x", 2.0)
+    watched = postgres_waiting.watched(statement(), "x", 2.0)
     watched.send(None)
     for tick in range(100):
         watched.send(1 if tick % 3 else 0)
@@ -39,7 +39,7 @@ def test_a_result_that_keeps_flowing_is_not_cut_off(clock: list[float]) -> None:
 
 
 def test_silence_is_counted_from_the_last_data(clock: list[float]) -> None:
-    watched = postgres_waiting._watched(statement(), "x", 2.0)
+    watched = postgres_waiting.watched(statement(), "x", 2.0)
     watched.send(None)
     for _ in range(20):
         watched.send(1)

@@ -17,7 +17,7 @@ from megarl.config import Config, compose
 from megarl.core.errors import ConfigError, JobError
 from megarl.run.checks import job as checks
 from megarl.run.launch import job
-from megarl.run.launch.sweep import _expanded, _slug, combinations
+from megarl.run.launch.sweep import combinations, expand, folder_name
 from megarl.run.run_dir import resume
 from tests.unit.small_job import SMALL
 
@@ -25,7 +25,7 @@ SWEEP = ["run.name=s", "trainer.seed=1,2"]
 
 
 def swept(*overrides: str) -> list[str]:
-    return [" ".join(words) for _, words in _expanded(overrides)]
+    return [" ".join(words) for _, words in expand(overrides)]
 
 
 # ------------------------------------------------------------------ which
@@ -64,7 +64,7 @@ def test_hydras_syntax() -> None:
         "critic.parallel={tp:2,dp:1}",
         "critic.parallel=null",
     ]
-    [(first, _), _] = _expanded(["reward.path='a,b'", "trainer.seed=1,2", "~reward.judge"])
+    [(first, _), _] = expand(["reward.path='a,b'", "trainer.seed=1,2", "~reward.judge"])
     assert first == ["reward.path='a,b'", "trainer.seed=1", "~reward.judge"], (
         "what is not swept stays as it was written"
     )
@@ -102,14 +102,14 @@ def test_what_is_refused(overrides: list[str], words: str) -> None:
 @settings(max_examples=25)
 @given(st.lists(st.text(min_size=1, max_size=60), min_size=1, max_size=3))
 def test_slugs_are_names_of_directories(words: list[str]) -> None:
-    slug = _slug(words)
+    slug = folder_name(words)
     assert "/" not in slug and slug.isascii() and slug.isprintable() and 0 < len(slug) < 200
-    assert slug == _slug(words)
+    assert slug == folder_name(words)
 
 
 def test_long_slugs_differ_by_their_ends() -> None:
     long = "x" * 300
-    assert _slug([f"a={long}1"]) != _slug([f"a={long}2"])
+    assert folder_name([f"a={long}1"]) != folder_name([f"a={long}2"])
 
 
 # ------------------------------------------------------------------ runs

@@ -153,7 +153,7 @@ def test_the_difficulty_of_a_curriculum_rises(tmp_path: Path) -> None:
     means = [choice.metrics(step, choice.tasks(step, 1))["taskset/difficulty"] for step in range(6)]
     assert means[0] == 0.5 and all(mean <= 2 * (step + 1) - 1 for step, mean in enumerate(means))
     with pytest.raises(DataError, match=r"task train/0 has no number in extra_info.m"):
-        TaskChoice(config_of(2, order="curriculum", difficulty="m", curriculum_steps=6), choice._store).tasks(0, 1)
+        TaskChoice(config_of(2, order="curriculum", difficulty="m", curriculum_steps=6), choice.store).tasks(0, 1)
 
 
 def answered(store: Store, step: int, right: dict[str, int], *, dropped: str = "") -> None:
@@ -173,7 +173,7 @@ def answered(store: Store, step: int, right: dict[str, int], *, dropped: str = "
 
 def test_success_is_that_of_the_newest_group_that_a_step_has_used(tmp_path: Path) -> None:
     choice = choice_of(tmp_path, config_of(order="prioritized"))
-    store = choice._store
+    store = choice.store
     answered(store, 1, {"train/0": 4, "train/1": 1}, dropped="train/0")
     answered(store, 2, {"train/1": 3, "train/2": 0})
     store.rollouts.request("train-000002", "train", 2, VERSION, ["train/3"], 4, {})
@@ -187,7 +187,7 @@ def test_success_is_that_of_the_newest_group_that_a_step_has_used(tmp_path: Path
 
 def test_solved_tasks_come_less_often(tmp_path: Path) -> None:
     choice = choice_of(tmp_path, config_of(3, order="prioritized", priority_floor=0.01))
-    answered(choice._store, 1, {f"train/{i}": 4 for i in range(6)})
+    answered(choice.store, 1, {f"train/{i}": 4 for i in range(6)})
     taken = Counter(task for seed in range(100) for task in choice.tasks(1, seed))
     solved = sum(taken[f"train/{i}"] for i in range(6))
     assert solved < 15, "6 of 12 tasks, and 1 % of the weight"
@@ -202,7 +202,7 @@ def test_priorities_of_a_step_do_not_depend_on_when_it_is_asked_for(tmp_path: Pa
     for step in range(1, 5):
         asked += [choice.tasks(number, 7) for number in range(len(asked), step + staleness)]
         assert choice.tasks(step - 1, 7) == asked[step - 1], "asked for ahead, and now"
-        answered(choice._store, step, {task: (step + i) % 5 for i, task in enumerate(asked[step - 1])})
+        answered(choice.store, step, {task: (step + i) % 5 for i, task in enumerate(asked[step - 1])})
     assert [choice.tasks(step, 7) for step in (3, 1, 2, 0)] == [asked[step] for step in (3, 1, 2, 0)]
     resumed = Store(f"sqlite:///{tmp_path}/store.db")
     resumed.rollouts.discard(2)

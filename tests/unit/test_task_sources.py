@@ -23,7 +23,7 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.run.checks import filters
 from megarl.run.checks import job as checks
-from megarl.run.launch.job import _fill_store
+from megarl.run.launch.job import fill_store
 from megarl.tasks import difficulty_of, place_of_row, processed, read_rows, read_tasks, write_rows
 from tests.unit.small_job import config_of, refused
 from tests.unit.small_rows import write
@@ -304,8 +304,8 @@ def test_what_is_left_out_is_counted_in_the_store(prepared: Path, tmp_path: Path
     found = checks.check(config)
     assert found["train"].dropped == {"process": 1, "duplicate": 1, "overlong_prompt": 1}
     assert len(found["train"].tasks) == len(rows) and found["eval"].dropped == {}
-    _fill_store(config, found, 1, config)
-    _fill_store(config, found, 2, config)
+    fill_store(config, found, 1, config)
+    fill_store(config, found, 2, config)
     events = [event["data"] for event in Store(config.store.url).journal.events("tasks")]
     expected = {"split": "train", "tasks": 30, "dropped": found["train"].dropped}
     assert events == [expected, {"split": "eval", "tasks": 10, "dropped": {}}], "once, not at every start"

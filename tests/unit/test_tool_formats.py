@@ -44,7 +44,7 @@ def test_the_format_of_a_template_and_a_call_that_it_has_written(name: str, tmp_
     kwargs = {} if found == "deepseek_v3" else {"tools": TOOLS}  # its templates name no tools
     for message in {"gpt_oss": (WORDS,), "deepseek_v3": (TEXTUAL,)}.get(found, (CALL, WORDS)):
         prompt = tokenizer.render([USER], kwargs)
-        whole = tokenizer._render([USER, message], kwargs, answered=True)
+        whole = tokenizer.render([USER, message], kwargs, answered=True)
         response = whole[len(prompt.rstrip()) :]
         _, [call] = FORMATS[found].parse(tokenizer.with_calls(tokenizer.rendered_ids(response)))
         assert (call.name, call.arguments) == ("add", {"a": 12, "b": "<3>"})

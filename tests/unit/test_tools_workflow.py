@@ -22,9 +22,9 @@ from megarl.explore.workflows.tools import knows_results
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.tools import FORMATS, python_session
 from megarl.tasks.tools.calculator import calculator
-from megarl.tasks.tools.functions import template_tools, tools_of
+from megarl.tasks.tools.functions import OWN, template_tools, tools_of
 from tests.chat_battery import TEMPLATES, checkpoint
-from tests.unit.agent_model import Model, recorder, run_workflow_of, trajectory
+from tests.unit.agent_model import TASK, Model, recorder, run_workflow_of, trajectory
 
 FUNCTIONS = '''
 import asyncio, time
@@ -95,7 +95,7 @@ def test_a_loop_of_calls(folder: Path, file: str) -> None:
     assert "<tool_response>\n15\n</tool_response>" in results(recorded)[0]
     assert '<tool_response>\n3.0\n</tool_response>\n<tool_response>\n{"unit": "m²"}\n' in results(recorded)[1]
     assert recorded.record.num_tool_calls == 3
-    prompt = recorded._tokenizer.decode(recorded.turns[0].token_ids, special=True)
+    prompt = ChatTokenizer.open(folder).decode(recorded.turns[0].token_ids, special=True)
     assert '"name": "calculator"' in prompt and '"enum": ["length", "area"]' in prompt and "_hidden" not in prompt
     [sample] = trajectory(recorded).samples()
     written = np.concatenate([turn.token_ids for turn in recorded.turns if turn.author == "model"])
@@ -153,7 +153,8 @@ def test_a_result_without_room_and_a_call_that_is_cut_end_the_trajectory(folder:
     one = call("calculator", expression="1")
     recorded, _ = play(folder, rollout("calculator"), one, "15")
     assert recorded.end.cause is None and len(recorded.turns) == 4
-    recorded, _ = play(folder, rollout("calculator"), one, "15", limit=recorded.record._log.length(1) + 5)
+    length = sum(len(turn.token_ids) for turn in recorded.turns[:2])
+    recorded, _ = play(folder, rollout("calculator"), one, "15", limit=length + 5)
     assert recorded.end.cause is End.TRUNCATED and len(recorded.turns) == 2
     recorded, _ = play(folder, rollout("calculator"), f"{one} and then…", "15")
     assert len(recorded.turns) == 2
@@ -193,8 +194,8 @@ def test_results_in_other_templates(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"tools": []}, r"needs rollout\.tools: python, calculator, or Python files"),
-        ({"tools": ["search"]}, r"rollout\.tools=search is not there; there are python, calculator, or give"),
+        ({"tools": []}, rf"needs rollout\.tools: {', '.join(OWN)}, or Python files"),
+        ({"tools": ["search"]}, rf"rollout\.tools=search is not there; there are {', '.join(OWN)}, or give"),
         ({"tools": ["calculator", "calculator"]}, "two tools of the name calculator"),
         ({"tools": ["calculator"], "tool_format": "xml"}, r"rollout\.tool_format='xml' is not there; there are"),
         ({"tools": ["calculator"], "max_trajectory_tokens": None}, r"rollout\.max_trajectory_tokens is not set"),
@@ -307,10 +308,9 @@ class TestPython:
 
         async def main() -> None:
             async with workflows.opened(settings, tokenizer) as workflow:
-                task = recorders[0]._claim.task
-                await asyncio.gather(*(workflow(task, one) for one in recorders))
+                await asyncio.gather(*(workflow(TASK, one) for one in recorders))
                 again = recorder(Model(tokenizer, code, "1"))
-                await workflow(task, again)
+                await workflow(TASK, again)
                 recorders.append(again)
 
         asyncio.run(asyncio.wait_for(main(), 60))
@@ -361,14 +361,14 @@ class TestPython:
 
         async def main() -> None:
             async with workflows.opened(settings, tokenizer) as workflow:
-                work = asyncio.ensure_future(workflow(recorded._claim.task, recorded))
+                work = asyncio.ensure_future(workflow(TASK, recorded))
                 while len(model.given) < 2:
                     await asyncio.sleep(0.01)
                 work.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await work
                 again = recorder(Model(tokenizer, call("python", code="x"), "1"))
-                await workflow(recorded._claim.task, again)
+                await workflow(TASK, again)
                 assert "NameError" in results(again)[0]
 
         asyncio.run(asyncio.wait_for(main(), 60))

@@ -81,17 +81,20 @@ class Engine:
         return Completion(0, 0, ids, np.full(len(ids), -0.5, np.float32), "stop", (), prompt_ids=computed)
 
 
-def recorded_by(engine: Engine, task: Task = TEXT, limit: int = 400, rules: ImageRules | None = None) -> RolloutModel:
+def recorded_by(
+    engine: Engine, task: Task = TEXT, limit: int = 400, rules: ImageRules | None = None, *, sees: bool = True
+) -> RolloutModel:
+    """``sees``: the model takes images, by ``rules`` or those of up to four."""
     claim = Claim("r", "train", 0, WeightsVersion(1, 1), "g", 0, 1, {}, task, "w", "t", 1)
     prompt, gatherer = RenderedPrompt.of(task, engine.tokenizer), engine
-    rules = rules or ImageRules(engine.processor, 4)
+    rules = (rules or ImageRules(engine.processor, 4)) if sees else None
     limits = TokenLimits(prompt=100, trajectory=limit)
     return RolloutModel(claim, 0, prompt, 7, gatherer, engine.tokenizer, judge, limits, images=rules)
 
 
-def kept(recorded: RolloutModel) -> Trajectory:
+def kept(recorded: RolloutModel, task: Task = TEXT) -> Trajectory:
     turns = recorded.record.ordered()
-    images = recorded.record.images_beside(recorded._claim.task.images, turns)
+    images = recorded.record.images_beside(task.images, turns)
     return Trajectory("r", "t", "g", 0, 1, turns, Reward(1.0, "ok"), cause=recorded.end.cause, images=images)
 
 
@@ -123,7 +126,7 @@ class ShownFirst:
 def played(recorded: RolloutModel, show: Show, task: Task = TEXT) -> Trajectory:
     workflow = environment(show, EpisodeThreads(4, 30.0))
     asyncio.run(asyncio.wait_for(workflow(task, recorded), 30))
-    return kept(recorded)
+    return kept(recorded, task)
 
 
 def whole(tokenizer: ChatTokenizer, processor: Processor, messages: list[Any], images: Sequence[bytes]) -> list[int]:
@@ -133,8 +136,8 @@ def whole(tokenizer: ChatTokenizer, processor: Processor, messages: list[Any], i
 
 def test_an_environment_shows_images(tokenizer: ChatTokenizer, processor: Processor) -> None:
     engine = Engine(tokenizer, processor, "red", "now", "3")
-    recorded = recorded_by(engine, replace(TEXT, images=(ONE,), prompt=({"role": "user", "content": "<image>How?"},)))
-    task = recorded._claim.task
+    task = replace(TEXT, images=(ONE,), prompt=({"role": "user", "content": "<image>How?"},))
+    recorded = recorded_by(engine, task)
     show = Show(Observation("What is <image>?", images=[TWO]), Observation("", images=[THREE, ONE]))
     found = played(recorded, show, task)
     assert [turn.images for turn in found.turns if turn.author != "model"] == [
@@ -330,8 +333,7 @@ def test_an_agent_is_given_the_images_of_its_task(tokenizer: ChatTokenizer, proc
 
 def test_a_model_of_text_is_shown_none(tokenizer: ChatTokenizer, processor: Processor) -> None:
     engine = Engine(tokenizer, processor, "red", "now")
-    recorded = recorded_by(engine)
-    recorded.record._images._rules = None
+    recorded = recorded_by(engine, sees=False)
     found = played(recorded, Show(Observation("", images=[ONE])))
     assert found.cause is End.ENVIRONMENT_ERROR
     assert "need a model that takes images" in str(asyncio.run(recorded.verdict()).message)

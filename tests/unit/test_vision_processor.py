@@ -338,8 +338,8 @@ def test_environments_that_may_show_images_are_known(tmp_path: Path, environment
         Path(environment).write_text("def make(task): ...\n")
     kwargs = {"render_mode": "rgb_array"} if environment == "gymnasium" else {}
     rollout = RolloutConfig(workflow="environment", environment=environment, options={"kwargs": kwargs})
-    assert vision._may_show(rollout) is shows
-    assert not vision._may_show(RolloutConfig(workflow="tools")) and vision._may_show(RolloutConfig(workflow="agent"))
+    assert vision.may_show(rollout) is shows
+    assert not vision.may_show(RolloutConfig(workflow="tools")) and vision.may_show(RolloutConfig(workflow="agent"))
 
 
 @pytest.fixture(scope="module")

@@ -59,7 +59,7 @@ LIMITED = {
     "explore/environments/harbor_inside.run: process.wait": "SIGKILL before it",
     "explore/environments/harbor_sandbox.HarborSandbox.__init__: STARTER.submit(self._start, inside).result": "a fork",
     "explore/environments/harbor_sandbox.HarborSandbox._ask: self._lines.readline": "the socket's timeout",
-    "explore/environments/harbor_sandbox.HarborSandbox.close: self._process.wait": "SIGKILL before it",
+    "explore/environments/harbor_sandbox.HarborSandbox.close: self.process.wait": "SIGKILL before it",
     "explore/environments/episode.Episode.close: made.result": "no wait: the environment was made",
     "explore/environments/openenv.Connection.ask: self._messages.get": "rollout.environment_timeout_s, after which "
     "kill closes the connection",
@@ -67,9 +67,9 @@ LIMITED = {
     ".environment_timeout_s, after which kill ends it",
     "explore/environments/verifiers.Verifiers._take: self._lines.readline": "rollout.environment_timeout_s, after "
     "which kill ends it",
-    "explore/environments/verifiers.VerifiersProcess._start: self._process.stdout.readline": "verifiers.CHECK_S",
-    "explore/environments/verifiers.VerifiersProcess._start: self._process.wait": "its output has ended, at its exit",
-    "explore/environments/verifiers.VerifiersProcess.end: self._process.wait": "SIGKILL before it",
+    "explore/environments/verifiers.VerifiersProcess._start: self.process.stdout.readline": "verifiers.CHECK_S",
+    "explore/environments/verifiers.VerifiersProcess._start: self.process.wait": "its output has ended, at its exit",
+    "explore/environments/verifiers.VerifiersProcess.end: self.process.wait": "SIGKILL before it",
     "explore/environments/verifiers_server.serve: listener.accept": "the explorer's life: PARENT_S after it",
     "explore/environments/verifiers_server.serve_episode.take: reader.readline": "the episode's: its end is an end of "
     "file, or SIGKILL",
@@ -92,17 +92,17 @@ LIMITED = {
     "weights/checkpoint/training/writer.Writer.answer: self._pipe.recv": "a result is there, or the writer has died",
     "weights/checkpoint/training/writer._serve: pipe.recv": "the writer's life; it dies with its trainer rank "
     "(die_with)",
-    "run/process/reaper.Reaper._keep: self._process.wait": "a daemon thread that waits for the guard's end",
+    "run/process/reaper.Reaper._keep: self.process.wait": "a daemon thread that waits for the guard's end",
     "run/nodes/node.on_every_node: with ThreadPoolExecutor": "each node stops in its grace and node.GONE_S, "
     "or is lost (cluster.heartbeat_s)",
-    "run/nodes/remote.Gathering._let_in: self._door.accept": "a daemon thread; leaving the gathering shuts its socket",
+    "run/nodes/remote.Gathering._let_in: self.door.accept": "a daemon thread; leaving the gathering shuts its socket",
     "run/run_dir/owner.next_attempt: fcntl.flock": "another head that counts: it reads and writes one line",
     "train/rank/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
     "weights/checkpoint/training/optimizer_state._gathered: dist.recv": "groups.collective_timeout_s",
     "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
-    "weights/reshard/execute._Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
-    "weights/reshard/execute._Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
+    "weights/reshard/execute.Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
+    "weights/reshard/execute.Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
     "engines/sync/link._Expected.wait: self.received.wait": "sync.timeout_s: the timeout of the link",
     "weights/reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of "
     "the default "
@@ -114,9 +114,9 @@ LIMITED = {
     "rewards/pool/worker_queue.WorkerQueue._next: self._idle.get": "asyncio.timeout_at: STUCK_S beyond "
     "reward.timeout_s",
     "rewards/pool/process.RemoteRewardProcess._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
-    "rewards/pool/process.Worker._exchange: self._reader.readline": "asyncio.timeout, the verifier's timeout",
+    "rewards/pool/process.Worker._exchange: self.reader.readline": "asyncio.timeout, the verifier's timeout",
     "rewards/pool/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
-    "engines/server/endpoint._stream: frames.get": "asyncio.timeout, the time between two heartbeats",
+    "engines/server/endpoint.stream_frames: frames.get": "asyncio.timeout, the time between two heartbeats",
     "sandbox/box.Box.receive: self.wait": "box.START_S",
     "sandbox/box.Box.send_test: self.wait": "box.START_S",
     "sandbox/box.Box.wait: self._link.recv": "the timeout of its socket, box.START_S",

@@ -14,6 +14,7 @@ from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engines.client.probe import ProbeText
 from megarl.train.rank.context import RunContext
+from megarl.train.sync import weights
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import Stopped, WeightSync
 from megarl.weights.reshard.execute import memory_for
@@ -42,7 +43,7 @@ class Syncs:
             halve_buckets=self.halve_buckets,
             probe=self.probe,
         )
-        self.models = SimpleNamespace()
+        self.models = SimpleNamespace(head=None)
         self.recorded: list[tuple[WeightsVersion, int]] = []
 
     def sync(self) -> WeightSync:
@@ -171,7 +172,7 @@ def test_weights_that_an_update_has_changed_are_another_version(monkeypatch: pyt
     s.publisher.publish = publish
     s.models.actor = SimpleNamespace(model=SimpleNamespace(adapters=None, tensors={}, written=dict))
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
+    monkeypatch.setattr(weights, "probe_text", lambda *_, **__: ProbeText([], [], 1.0))
     sync.publish(4)
     assert s.joined == 0
     sync.publish_again("the engine at e is another", 4 + updated)
@@ -186,7 +187,7 @@ def test_other_weights_are_never_sent_under_the_same_version(monkeypatch: pytest
     s.publisher.publish = lambda *_, **__: SimpleNamespace(metrics=dict)
     s.models.actor = SimpleNamespace(model=SimpleNamespace(adapters=None, tensors={}, written=lambda: dict(digests)))
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
+    monkeypatch.setattr(weights, "probe_text", lambda *_, **__: ProbeText([], [], 1.0))
     sync.publish(4)
     sync.publish_again("the engine at e is another", 4)
     digests["w"] = 9
@@ -211,7 +212,7 @@ def test_what_is_sent_is_compared_with_what_the_optimizer_wrote(monkeypatch: pyt
         model=SimpleNamespace(adapters=None, tensors={"w": weight}, written=lambda: {"w": 7})
     )
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
+    monkeypatch.setattr(weights, "probe_text", lambda *_, **__: ProbeText([], [], 1.0))
     assert sync.publish(0) == {"sync/bytes": 4.0, "sync/probe_diff_max": 0.0}
     assert s.order == ["sync", "sync", "weights", "rollout", "kv_cache", "probe"]
     assert given == [{"w": weight}, WeightsVersion(1, 1), {"w": 7}] and sync.version == WeightsVersion(1, 1)
@@ -225,7 +226,7 @@ def test_engines_that_are_wanted_anew_are_joined_before_a_publication(monkeypatc
     s.publisher.publish = lambda *_, **__: order.append("published") or SimpleNamespace(metrics=dict)
     s.models.actor = SimpleNamespace(model=SimpleNamespace(adapters=None, tensors={}, written=dict))
     sync = s.sync()
-    monkeypatch.setattr(sync, "_probe", lambda: ProbeText([], [], 1.0))
+    monkeypatch.setattr(weights, "probe_text", lambda *_, **__: ProbeText([], [], 1.0))
     for s.changed in (False, True):
         sync.publish(0)
     assert order == ["published", "joined", "published"]

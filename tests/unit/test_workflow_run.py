@@ -155,7 +155,7 @@ def test_a_long_observation_without_room_is_not_tokenised_whole(
     tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     """One of 10 MiB held all trajectories up for half a minute."""
-    read, encode, long = 0, ChatTokenizer._encode, "a b " * 500_000
+    read, encode, long = 0, ChatTokenizer.encode, "a b " * 500_000
 
     def counted(self: ChatTokenizer, text: str) -> Any:
         nonlocal read
@@ -167,7 +167,7 @@ def test_a_long_observation_without_room_is_not_tokenised_whole(
         await model.generate()
         assert model.add("environment", long) is None
 
-    monkeypatch.setattr(ChatTokenizer, "_encode", counted)
+    monkeypatch.setattr(ChatTokenizer, "encode", counted)
     [found] = play(workflow, tokenizer, limits=TokenLimits(prompt=100, trajectory=200))
     words = "more than rollout.max_prompt_tokens=100 tokens" if first else None
     assert found.truncated is not first and 0 < read < 500_000

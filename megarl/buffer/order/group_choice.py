@@ -36,14 +36,15 @@ class TaskChoice:
         extra = config.algorithm.max_extra_rollouts if config.algorithm.dynamic_sampling else 0
         self._first_spare = 1 + extra
         self._staleness = config.sync.max_staleness
-        self._store = store
+        self.store = store
+        """Store with the tasks, and what became of earlier steps."""
         self._sources = sources_of(config.taskset, "train")
         self._success: dict[str, float] = {}
         self._read_to = 0
 
     @cached_property
     def _ids(self) -> list[str]:
-        return self._store.tasks.ids("train")
+        return self.store.tasks.ids("train")
 
     @cached_property
     def _of_source(self) -> list[list[str]]:
@@ -63,7 +64,7 @@ class TaskChoice:
         key = self._taskset.difficulty
         assert key is not None, "checked before launch"
         found: dict[str, float] = {}
-        for task in self._store.tasks.read("train", images=False):
+        for task in self.store.tasks.read("train", images=False):
             if (value := difficulty_of(task, key)) is None:
                 raise DataError(f"task {task.task_id} has no number in extra_info.{key} (taskset.difficulty)")
             found[task.task_id] = value
@@ -123,11 +124,11 @@ class TaskChoice:
         """Task id -> share of right responses in its newest group, of those that had been used when the tasks of
         ``step`` could first be asked for: the same whenever they are."""
         # In completion order tasks may be asked for that a step further ahead would have.
-        last = min(step - self._staleness, self._store.journal.last_step())
+        last = min(step - self._staleness, self.store.journal.last_step())
         if last < self._read_to:  # the run has gone back
             self._success, self._read_to = {}, 0
         if last > self._read_to:
-            self._success |= self._store.groups.successes(self._read_to, last)
+            self._success |= self.store.groups.successes(self._read_to, last)
             self._read_to = last
         return self._success
 

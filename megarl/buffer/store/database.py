@@ -166,7 +166,7 @@ def open_engine(url: str, answer_s: float = BUSY_TIMEOUT_S, synchronous: str = "
     def _configure(connection: sqlite3.Connection, _record: object) -> None:
         connection.isolation_level = None  # transactions are begun below, not by the driver's guess
         connection.execute(f"PRAGMA synchronous={synchronous}")
-        _enter_wal(connection)
+        enter_wal(connection)
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
@@ -220,7 +220,7 @@ def _open_postgres(url: URL, answer_s: float) -> Engine:
     return engine
 
 
-def _enter_wal(connection: sqlite3.Connection) -> None:
+def enter_wal(connection: sqlite3.Connection) -> None:
     """Switch to WAL. SQLite does not wait for its busy timeout here when two processes open a new file together."""
     deadline = time.monotonic() + LOCK_S
     while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":

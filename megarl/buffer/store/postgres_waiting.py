@@ -37,7 +37,7 @@ def connect(name: str, answer_s: float, *args: Any, **settings: Any) -> psycopg.
     class Watched(psycopg.Connection[Any]):
         def wait(self, gen: Generator[Any, Any, Any], *args: Any, **settings: Any) -> Any:
             try:
-                return super().wait(_watched(gen, name, answer_s), *args, **settings)
+                return super().wait(watched(gen, name, answer_s), *args, **settings)
             except Unanswered:
                 self.pgconn.finish()  # what it still answers belongs to nothing
                 raise
@@ -45,8 +45,10 @@ def connect(name: str, answer_s: float, *args: Any, **settings: Any) -> psycopg.
     return _marking(lambda: Watched.connect(*args, **settings))
 
 
-def _watched(waiting: Generator[Any, Any, Any], name: str, limit_s: float) -> Generator[Any, Any, Any]:
-    """``waiting``, one of psycopg's: it is sent what the socket is ready for, every 0.1 s nothing."""
+def watched(waiting: Generator[Any, Any, Any], name: str, limit_s: float) -> Generator[Any, Any, Any]:
+    """Run ``waiting``, a generator of psycopg's that waits for a server, with a limit of ``limit_s`` seconds without
+    data. Send it what the socket is ready for, and 0 every 0.1 s in which that is nothing. ``name``: of the store, for
+    the log. Raises Unanswered."""
     ready, waited_s, looked, warned = None, 0.0, time.monotonic(), False
     while True:
         try:

@@ -58,9 +58,10 @@ class Store:
         has_tables: bool = False,
         program: str = TRAIN,
     ) -> None:
-        self._database = database = Transactions(
+        self.database = database = Transactions(
             url, attempt, outage_s, read_only=read_only, has_tables=has_tables, program=program
         )
+        """Transactions of this process, for queries that no table has a method for."""
         self.program = program
         self.tasks = TaskTable(database)
         self.experts = ExpertTable(database)
@@ -78,7 +79,7 @@ class Store:
 
     def close(self) -> None:
         """Close this process's connections."""
-        self._database.close()
+        self.database.close()
 
     def begin_attempt(self, attempt: int) -> None:
         """Begin an attempt, before any of its processes starts: processes of earlier attempts can write nothing from
@@ -86,8 +87,8 @@ class Store:
 
         Raises FencedError when the stored attempt is not smaller.
         """
-        self._database.begin_attempt(attempt)
+        self.database.begin_attempt(attempt)
 
     def sync(self) -> None:
         """Return when all that any process has committed so far would outlive a power cut. Safe to repeat."""
-        self._database.sync()
+        self.database.sync()

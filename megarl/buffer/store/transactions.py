@@ -92,14 +92,16 @@ class Transactions:
         self._outage_s = outage_s
         self._path = sqlite_file(url)
         read_only = read_only and self._path is not None
-        self._reader = (
+        self.reader = (
             open_read_only(self._path)
             if self._path and read_only
             else open_engine(url, max(outage_s, database.BUSY_TIMEOUT_S))
         )
-        self._writer = self._reader.execution_options(megarl_write=True)
+        """Connections of ``read``."""
+        self.writer = self.reader.execution_options(megarl_write=True)
+        """Connections of ``write``: their transactions take the write lock as they begin."""
         self._syncing = (
-            open_engine(url, synchronous="FULL").execution_options(megarl_write=True) if self._path else self._writer
+            open_engine(url, synchronous="FULL").execution_options(megarl_write=True) if self._path else self.writer
         )
         self._handle = secrets.randbits(62)
         if not (read_only or has_tables):
@@ -107,14 +109,14 @@ class Transactions:
 
     def close(self) -> None:
         """Close the connections."""
-        self._reader.dispose()
+        self.reader.dispose()
         self._syncing.dispose()
 
     def read(self, work: Callable[[Connection], T]) -> T:
         """``work`` in a transaction that writes nothing."""
 
         def transaction() -> T:
-            with self._reader.connect() as connection:
+            with self.reader.connect() as connection:
                 return work(connection)
 
         return self._persist(lambda again: transaction())
@@ -129,7 +131,7 @@ class Transactions:
         """
 
         def transaction(again: bool) -> T:
-            with (engine or self._writer).begin() as connection:
+            with (engine or self.writer).begin() as connection:
                 if work is not _make_tables:
                     self._enter(connection)
                     return work(connection, again)
@@ -205,7 +207,7 @@ class Transactions:
             )
 
     def _persist(self, run: Callable[[bool], T]) -> T:
-        outage = _Outage(self.shown, self._outage_s)
+        outage = Outage(self.shown, self._outage_s)
         while True:
             try:
                 result = run(outage.tries > 0)
@@ -217,7 +219,7 @@ class Transactions:
                 if not passes(error):
                     raise
                 if _is_read_only(error):
-                    self._reader.dispose()  # a session stays read-only, and may be of a server that is now a standby
+                    self.reader.dispose()  # a session stays read-only, and may be of a server that is now a standby
                 outage.wait(error)
                 continue
             except StoreDamagedError as error:
@@ -243,8 +245,9 @@ class Transactions:
         return StoreDamagedError(f"the store {self.shown} is damaged: {what}; {way_on}")
 
 
-class _Outage:
-    """One call's: the time since its first failure, without what this process did not see because it was suspended."""
+class Outage:
+    """An outage that one call of a store meets: the time since its first failure, without what this process did not see
+    because it was suspended."""
 
     def __init__(self, name: str, limit_s: float) -> None:
         self._name, self._limit_s = name, limit_s
@@ -282,6 +285,7 @@ class _Outage:
         self.tries += 1
 
     def end(self) -> None:
+        """Log that the database is back, where a line has said that it was not."""
         if self._warned:
             log.warning("store %s: back after %.1f s", self._name, self._lasted_s + time.monotonic() - self._looked)
 

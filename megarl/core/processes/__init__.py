@@ -1,1 +1,1 @@
-"""Duties of every process of a job: it forks, beats, ends with its parent, and hides secrets."""
+"""Duties of every process of a job: fork, send heartbeats, end with the parent, hide secrets."""

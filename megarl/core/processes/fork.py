@@ -1,8 +1,7 @@
-"""Processes forked from one that has imported what they need.
+"""Fork processes from a server that has already imported the modules they need.
 
-What is forked becomes a child of the process that asks for it, as a program that it starts is one: the fork server may
-end without it. An import reads some environment variables for good, so a process whose variables differ in others than
-``LATE`` is not forked.
+A forked process becomes a child of the caller, as with ``subprocess``, so the fork server may end before it. Some
+environment variables are read only at import. So a process that differs in variables other than ``LATE`` is not forked.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ LATE = (
     "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "GLOO_", "NCCL_", "TP_SOCKET_IFNAME",
     "PYTEST_CURRENT_TEST",
 )  # fmt: skip
-"""Begins of variables that nothing reads while it is imported."""
+"""Prefixes of variables that no import reads."""
 MESSAGE_BYTES = 2**18
 READY = b"imported"
 START_S = 120.0
-"""Seconds for a fork server's imports and a fork, on a machine that is very busy."""
+"""Timeout in seconds of a fork server's imports and of a fork, generous for a very busy machine."""
 ADOPTED_S = 10.0
 LOOK_S = 0.01
 _PR_SET_CHILD_SUBREAPER = 36
@@ -61,7 +60,7 @@ class Forked:
         self._reaping = threading.Lock()
 
     def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
+        """Exit status, negative for a signal; ``None`` while the process runs."""
         with self._reaping:
             if self._status is None:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -70,7 +69,7 @@ class Forked:
             return self._status
 
     def wait(self, timeout: float) -> int:
-        """Exit status. Raises subprocess.TimeoutExpired."""
+        """Wait for the exit status. Raises subprocess.TimeoutExpired."""
         end = time.monotonic() + timeout
         while (status := self.poll()) is None:
             if time.monotonic() > end:
@@ -80,12 +79,12 @@ class Forked:
 
 
 class ForkServer:
-    """A process to fork from, as who forks sees it.
+    """Client of a process to fork from.
 
     Args:
-        requests: Its socket.
-        environment: That of its imports.
-        process: The server, where ``start`` has started it.
+        requests: Socket to the server.
+        environment: Environment of the server's imports.
+        process: The server, if ``start`` started it.
     """
 
     def __init__(
@@ -96,12 +95,12 @@ class ForkServer:
         self._process = process
         self._one_at_a_time = threading.Lock()
         self.imported = False
-        """It has been ready to fork."""
+        """True once the server was ready to fork."""
         requests.settimeout(START_S)
 
     @classmethod
     def start(cls, modules: Sequence[str], environment: Mapping[str, str]) -> ForkServer:
-        """Start a server, which ends with the thread that calls this."""
+        """Start a server that ends with the calling thread."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there:
             process = subprocess.Popen(
@@ -117,7 +116,7 @@ class ForkServer:
         return self._requests is None
 
     def await_imports(self) -> bool:
-        """Wait until it can fork; False where it ended."""
+        """Wait until the server can fork; False if it has ended."""
         with self._one_at_a_time:
             if not self.imported and self._requests is not None:
                 with suppress(OSError):
@@ -134,14 +133,14 @@ class ForkServer:
         *,
         session: bool = True,
     ) -> int | None:
-        """Process id of a child of this process that runs ``python ARGV``; None where it cannot be forked.
+        """Fork a child of this process that runs ``python ARGV``. Return its process id, or ``None`` on failure.
 
         Args:
-            env: All of its environment.
+            env: Complete environment of the child.
             output: Descriptor of its stdout and stderr.
-            passed: Descriptors whose numbers it finds in variables of these names.
-            keep: Others that stay open in it.
-            session: It leads a session of its own, not only a process group.
+            passed: Variable name -> descriptor; the child finds the descriptor's number in the variable.
+            keep: Other descriptors that stay open in the child.
+            session: Make the child the leader of a session, not only of a process group.
         """
         others = self.differing(env)
         if others or list(argv[:1]) != ["-m"]:
@@ -163,16 +162,16 @@ class ForkServer:
                     log.debug("%s is started, not forked: process %d is no child of this one", argv, pid)
             except (OSError, ValueError) as error:
                 log.debug("%s is started, not forked: %s", argv, error)
-        self.close()  # it has died, or nobody adopts here
+        self.close()  # it has died, or children cannot be adopted here
         return None
 
     def differing(self, env: Mapping[str, str]) -> set[str]:
-        """Variables other than in the server's imports, which may have read them."""
+        """Names of variables that differ from the environment of the server's imports, without ``LATE`` ones."""
         names = {name for name in {*env, *self._environment} if env.get(name) != self._environment.get(name)}
         return {name for name in names if not name.startswith(LATE)}
 
     def close(self) -> None:
-        """End it; what it has forked goes on."""
+        """End the server; forked processes keep running."""
         with self._one_at_a_time:
             if self._requests is not None:
                 self._requests.close()
@@ -183,13 +182,13 @@ class ForkServer:
 
 
 class ForkRoot:
-    """A process that is forked from this one, and from which fork servers are forked, each with imports of its own.
+    """A process forked from this one. It forks fork servers with different imports.
 
-    It and they end with this process's main thread, or when they are closed. Fork it before this process has threads.
+    The root and its servers end with this process's main thread, or with ``close``. Create it before any threads.
 
     Args:
-        modules: What all servers import, once.
-        variables: Variables of this process's environment with other values, for these imports.
+        modules: Modules to import once for all servers.
+        variables: Changes to this process's environment for these imports.
     """
 
     def __init__(self, modules: Sequence[str] = (), variables: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -204,7 +203,7 @@ class ForkRoot:
         self._requests = here
 
     def server(self, modules: Sequence[str], environment: Mapping[str, str]) -> ForkServer | None:
-        """A server that imports modules in that environment; None where this root has ended."""
+        """Start a server that imports ``modules`` in ``environment``; ``None`` if this root has ended."""
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with there, suppress(OSError):
             message = json.dumps([list(modules), dict(environment)]).encode()
@@ -214,12 +213,12 @@ class ForkRoot:
         return None
 
     def close(self) -> None:
-        """End it, and its servers with it; what they have forked goes on."""
+        """End the root and its servers; forked processes keep running."""
         self._requests.close()
 
 
 def _serve_as(parent: int, serve: Callable[[], None]) -> NoReturn:
-    """Run a server in a forked process, silently: who cannot fork from it finds the error in a start of its own."""
+    """Run a server in a forked process, silently: a caller that cannot fork starts a process, which shows the error."""
     status = 1
     with suppress(BaseException):
         die_with(parent, signal.SIGKILL)
@@ -255,12 +254,12 @@ def _serve_servers(requests: socket.socket, modules: Sequence[str], variables: M
 
 _adoption = threading.Lock()
 _adopters = 0
-"""Threads that fork now, each from a server of its own; what is set is set for the whole process."""
+"""Number of threads that fork now, each from a separate server; the subreaper flag is set for the whole process."""
 
 
 @contextmanager
 def _adopting() -> Iterator[None]:
-    """Become the parent of processes below this one whose own parent ends."""
+    """Become the parent of descendants whose parent ends."""
     _adopt(1)
     try:
         yield
@@ -284,11 +283,11 @@ def _is_child(pid: int) -> bool:
 
 
 loaded_with: list[str] = []
-"""``OMP_NUM_THREADS`` with which this process, one that was forked, has imported torch."""
+"""``OMP_NUM_THREADS`` at the time of the torch import in the fork server of this process; empty if not forked."""
 
 
 def main() -> None:
-    """Serve as ``ForkServer.start`` has started it."""
+    """Run the server that ``ForkServer.start`` has started."""
     parent, descriptor, *modules = sys.argv[1:]
     hide_secrets()
     die_with(int(parent), signal.SIGKILL)
@@ -299,29 +298,29 @@ def main() -> None:
 
 
 def ignore_ends() -> None:
-    """Ignore signals that ask to end: the process that forks decides when its server ends."""
+    """Ignore SIGINT, SIGTERM and SIGHUP: the process that forks decides when its server ends."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
 
 
 def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-    """Import modules in that environment, then fork what is asked for, until the socket's other end is closed."""
+    """Import ``modules`` in ``environment``, then fork on request until the socket's other end is closed."""
     os.environ.clear()
     os.environ.update(environment)
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1" and (dynamo := sys.modules.get("torch._dynamo")) is not None:
         dynamo.config.disable = True  # its import has read the variable
-    gc.disable()  # walking modules while they are imported takes a fifth of the time
+    gc.disable()  # collections during imports take a fifth of the time
     for name in modules:
         importlib.import_module(name)
     if "torch" in sys.modules:
         loaded_with[:] = [environment.get("OMP_NUM_THREADS", "")]
-    # Variables that imports have set, as they would in a process of its own.
+    # Variables set by imports, which a fresh process would have too.
     imported = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     if threading.active_count() > 1:
-        return  # its locks would stay locked in a fork
+        return  # locks of those threads would stay locked in a fork
     gc.collect()
     gc.freeze()
-    gc.enable()  # in what is forked
+    gc.enable()  # in forked processes
     requests.send(READY)
     while True:
         message, descriptors, *_ = socket.recv_fds(requests, MESSAGE_BYTES, 16)
@@ -340,23 +339,23 @@ def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[
                 numbers = {name: str(number) for name, number in zip(passed, descriptors[1:], strict=False)}
                 _become(argv, {**env, **imported, **numbers}, folder, *descriptors)
             os._exit(0)
-        os.waitpid(between, 0)  # from here on the launcher is the parent
+        os.waitpid(between, 0)  # from here on the launcher is the child's parent
         os.close(writer)
-        requests.send(os.read(reader, 64))  # nothing, if it has ended
+        requests.send(os.read(reader, 64))  # empty if the child has ended
         for descriptor in (reader, *descriptors):
             os.close(descriptor)
 
 
 def _ignored() -> list[int]:
-    """Signals that a program which this process starts would ignore, as they are inherited."""
+    """Signals that this process ignores, and a program that it starts would therefore ignore."""
     return [int(number) for number in signal.valid_signals() if signal.getsignal(number) is signal.SIG_IGN]
 
 
 def _be_child_of(launcher: int, between: int, ignored: Sequence[int], session: bool) -> None:
-    """Wait until the launcher is the parent, and lead a group of its own: it can now be sent signals as a child.
+    """Wait until the launcher is the parent, then lead a process group, so that the launcher can signal it as a child.
 
     Args:
-        ignored: Signals that the launcher ignores, now and not when the server was forked.
+        ignored: Signals that the launcher ignores now; the server may have been forked with others.
     """
     if session:
         os.setsid()
@@ -372,11 +371,11 @@ def _be_child_of(launcher: int, between: int, ignored: Sequence[int], session: b
     if signal.SIGINT not in ignored:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)  # all three as Python does
+        signal.signal(number, signal.SIG_IGN)  # Python ignores these three
 
 
 def _become(argv: list[str], env: dict[str, str], folder: str, output: int, *others: int) -> NoReturn:
-    """Run ``python ARGV`` in this forked process as if it had been started so, and end it."""
+    """Run ``python ARGV`` in this forked process as if started that way, then exit."""
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.close(output)
@@ -398,7 +397,7 @@ def _become(argv: list[str], env: dict[str, str], folder: str, output: int, *oth
 
 
 def _run(module: str) -> int:
-    """Exit status of ``python -m MODULE``."""
+    """Run ``python -m MODULE`` and return its exit status."""
     status: Any = 0
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""One gloo device for all process groups of a process."""
+"""Share one gloo device among all process groups of a process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 
 def share() -> None:
-    """Let process groups that torch makes from now on share a device. Safe to call twice.
+    """Let process groups that torch makes from now on share one device. Safe to call twice.
 
-    torch gives each group a device of its own: a listening port, and a thread that wakes up a hundred times a second.
-    A trainer rank of Megatron-Core has twenty groups. Bits do not depend on the devices.
+    By default torch gives each group a device: a listening port, and a thread that wakes up a hundred times a second. A
+    trainer rank of Megatron-Core has twenty groups. Results are bitwise the same with one device.
     """
     group: Any = dist.ProcessGroupGloo
     start = group.__init__
@@ -36,7 +36,7 @@ def share() -> None:
 
 @cache
 def _devices(pid: int, interfaces: str) -> tuple[Any, ...]:
-    """Devices of a process, by gloo's variable. A forked process makes its own: threads are not forked."""
+    """Devices of a process, by gloo's interface variable. A fork creates new devices, since it inherits no threads."""
     group: Any = dist.ProcessGroupGloo
     names = [name for name in interfaces.split(",") if name]
     return tuple(group.create_device(interface=name) for name in names) or (group.create_default_device(),)

@@ -1,4 +1,4 @@
-"""Recognition of allocations that failed, on a device or in host memory. Imports no torch: the supervisor has none."""
+"""Recognise failed allocations, on a device or in host memory. Imports no torch: the supervisor has none."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _TEXT = re.compile(
     r"can't allocate memory|not enough memory|cannot allocate memory|CUDA (error: )?out of memory|STATUS_ALLOC_FAILED",
     re.IGNORECASE,
 )
-"""Texts of torch's CPU allocator, the system, CUDA, and cuBLAS or cuDNN, which raise a plain RuntimeError."""
+"""Error texts of torch's CPU allocator, the system and CUDA, and of cuBLAS and cuDNN (plain RuntimeErrors)."""
 _ASKED = re.compile(r"tried to allocate ([\d.]+ ?\w+)", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return True if the error, or the one that it was raised from, is an allocation that failed."""
+    """Return True if the error, or one of its causes, is a failed allocation."""
     while error is not None:
         if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":  # torch's
             return True
@@ -27,7 +27,6 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def bytes_asked(error: BaseException) -> str | None:
-    """Return the size that did not fit, as torch writes it (``64 bytes``, ``2.00 GiB``); None where the text has
-    none."""
+    """Return the size that did not fit, in torch's words (``64 bytes``, ``2.00 GiB``); ``None`` if not in the text."""
     found = _ASKED.search(f"{error} {error.__cause__ or ''}")
     return None if found is None else found[1]

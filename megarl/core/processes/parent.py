@@ -1,4 +1,4 @@
-"""Children that end with their parent, however it ends: no orphans after kill -9."""
+"""End children with their parent, however it ends: no orphans after kill -9."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import time
 log = logging.getLogger(__name__)
 
 ALONE_S = 20.0
-"""Seconds that processes may outlive their supervisor: they may be saving a checkpoint."""
+"""Seconds that processes may outlive their supervisor, to finish saving a checkpoint."""
 LOOK_S = 1.0
-"""Seconds between two looks at the parent."""
+"""Seconds between two checks of the parent."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only the call itself is safe
 
 
 def die_with(parent: int, number: int) -> None:
-    """Ask Linux, in a child, for signal ``number`` when the thread that started it is gone. A change of user would undo
+    """Ask Linux, in a child, for signal ``number`` when the thread that started it ends. A change of user cancels
     it."""
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:  # it was gone before the call above
+    if os.getppid() != parent:  # the parent ended before the prctl call
         os._exit(1)
 
 
 _watched: list[float] = []
-"""Seconds that this process outlives its parent, where it is watched."""
+"""Seconds that this process outlives its parent; empty if the parent is not watched."""
 
 
 def end_after_parent(after_s: float = ALONE_S) -> None:
-    """End this process ``after_s`` after its parent's death, whatever it waits for then: a reaper may be dead as well.
+    """End this process ``after_s`` after its parent's death, even if it is blocked: the reaper may be dead too.
 
-    The same holds for what it forks. A second call changes nothing.
+    Forked children do the same. A second call changes nothing.
     """
     if not _watched:
         _watched.append(after_s)
@@ -45,7 +45,7 @@ def _watch() -> None:
         threading.Thread(target=_outlive, args=(os.getppid(), *_watched), daemon=True, name="parent watch").start()
 
 
-os.register_at_fork(after_in_child=_watch)  # a thread is not forked with its process
+os.register_at_fork(after_in_child=_watch)  # a fork inherits no threads
 
 
 def _outlive(parent: int, after_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Command line and environment that ``/proc`` shows of this process, for one that was forked to be another program."""
+"""Set the command line and environment that ``/proc`` shows for a forked process that became another program."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _shown: list[mmap.mmap] = []
 
 
 def show_as(words: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Show ``words`` and ``environment`` in ``/proc``, keys left out; False where the kernel refuses.
+    """Show ``words`` and ``environment``, without secrets, in ``/proc``; False if the kernel refuses.
 
-    ``ps``, py-spy and whoever looks for a process by its variables then see what a fresh program would show.
+    ``ps``, py-spy and a search for processes by variable then work as for a fresh program.
     """
     arguments = b"".join(os.fsencode(word) + b"\0" for word in words)
     variables = b"".join(
@@ -32,7 +32,7 @@ def show_as(words: Sequence[str], environment: Mapping[str, str]) -> bool:
         # Fields 26-28 and 45-47 of proc(5), counted from the state, which is the third.
         stat = [int(word) for word in file.read().rpartition(b")")[2].split()[1:]]
     start_code, end_code, start_stack, start_data, end_data, start_brk = (stat[n - 4] for n in (26, 27, 28, 45, 46, 47))
-    # Private: the kernel shows no shared memory there.
+    # Private: the kernel does not show shared memory there.
     memory = mmap.mmap(-1, len(arguments) + len(variables) + 1, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.write(arguments + variables)
     begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -1,4 +1,4 @@
-"""Keys in this process's environment, which other processes must not read."""
+"""Protect keys in this process's environment from other processes."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from megarl.core.durable import sync
 from megarl.core.errors import ConfigError
 
 SECRET = re.compile("KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
-"""Found in names of variables that hold a key."""
+"""Pattern of names of secret variables."""
 _LIBC = ctypes.CDLL(None)
 
 
 def hide_secrets() -> None:
-    """Overwrite the values of secret variables where ``/proc/<pid>/environ`` shows them, to any user.
+    """Overwrite the values of secret variables in ``/proc/<pid>/environ``, which other processes can read.
 
-    Call it at the start of a process. ``os.environ`` and the programs that are started later have them as before.
+    Call it at the start of a process. ``os.environ`` and programs started later keep the values.
     """
     first = ctypes.POINTER(ctypes.c_void_p).in_dll(_LIBC, "environ")
     shown, place = list[str](), 0
@@ -30,14 +30,14 @@ def hide_secrets() -> None:
             shown.append(os.fsdecode(name))
         place += 1
     for variable in shown:
-        os.environ[variable] = os.environ[variable]  # in memory of its own
+        os.environ[variable] = os.environ[variable]  # copied to other memory
 
 
 def shared_key(path: Path) -> str:
-    """The key in a file that only this user can read, made where there is none. Programs that ask for it at the same
-    moment get the same one.
+    """Return the key in a file that only this user can read; create it if missing. Programs that create it at the same
+    moment get the same key.
 
-    Raises ConfigError: others can read the file, or it is no key.
+    Raises ConfigError if others can read the file, or it contains no key.
     """
     if not path.exists():
         _make_key(path)
@@ -60,7 +60,7 @@ def _make_key(path: Path) -> None:
         with open(descriptor, "w") as file:
             file.write(secrets.token_urlsafe(24))
         sync(temporary)
-        os.link(temporary, path)  # fails where another program was first
+        os.link(temporary, path)  # fails if another program was first
         sync(path.parent)
     except FileExistsError:
         pass

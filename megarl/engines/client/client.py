@@ -88,7 +88,7 @@ class Sampling:
         }
 
 
-class _Silence:
+class StreamSilence:
     """Raise EngineError once an engine has generated nothing for ``timeout_s``, weight updates left out, or has not
     ended a frame.
 
@@ -224,7 +224,7 @@ class EngineClient:
             "heartbeat_s": self._heartbeat_s,
         }
         body |= {name: str(v) for name in ("oldest", "newest") if (v := getattr(sampling, name)) is not None}
-        silence = _Silence(url, self._timeout_s, self._heartbeat_s, self._progressed)
+        silence = StreamSilence(url, self._timeout_s, self._heartbeat_s, self._progressed)
         decoder = Decoder()
         try:
             async with self._session.post(f"{url}/megarl/generate", json=body) as answer:

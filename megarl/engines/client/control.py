@@ -85,7 +85,7 @@ class EngineControl:
         return time.monotonic() - start
 
     def state(self, timeout_s: float | None = None) -> EngineState:
-        answer = self._call("GET", "/megarl/state", timeout_s=timeout_s)
+        answer = self.call("GET", "/megarl/state", timeout_s=timeout_s)
         try:
             return EngineState(**answer)
         except TypeError as error:
@@ -94,7 +94,7 @@ class EngineControl:
     def pause(self, mode: Pause = "wait", timeout_s: float | None = None) -> None:
         """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first, ``keep`` goes on
         with them after ``resume``."""
-        self._call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)
+        self.call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)
 
     def drain(self, given_up: Callable[[], bool], try_s: float = 10.0) -> None:
         """Pause as ``pause`` does, however long the running requests take, or until ``given_up``, within ``try_s``.
@@ -114,11 +114,11 @@ class EngineControl:
 
     def resume(self) -> None:
         """Let the engine generate again."""
-        self._call("POST", "/resume")
+        self.call("POST", "/resume")
 
     def refuse(self, reason: str | None, version: str | None = None) -> None:
         """Makes the engine answer generation with 503 and ``reason``; None: it generates, ``version`` is proven."""
-        self._call("POST", "/megarl/refuse", {"reason": reason, "version": version})
+        self.call("POST", "/megarl/refuse", {"reason": reason, "version": version})
 
     def sleep(self, keep_weights: bool = False) -> list[dict[str, int]]:
         """Free the KV cache, and free the weights or keep them in host memory. Requests under way are ended. Returns
@@ -130,7 +130,7 @@ class EngineControl:
         self.refuse(SLEEPING)
         self.pause("abort")  # of a rollout that was given up: a job that stops does not wait for it
         self.reset_prefix_cache()
-        self._call("POST", "/megarl/asleep", {"asleep": True})
+        self.call("POST", "/megarl/asleep", {"asleep": True})
         answers: list[dict[str, int]] = self.workers("megarl_sleep", keep_weights)
         return answers
 
@@ -142,27 +142,27 @@ class EngineControl:
         """
         answers: list[dict[str, int]] = self.workers("megarl_wake", what)
         if what == "kv_cache":
-            self._call("POST", "/megarl/asleep", {"asleep": False})
+            self.call("POST", "/megarl/asleep", {"asleep": False})
         return answers
 
     def init(self, info: Mapping[str, Any]) -> None:
         """Makes every worker join the trainer's group (``megarl.engines.sync.receiver.InitInfo``)."""
-        self._call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
+        self.call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
 
     def start(self) -> None:
         """Begin a weight update."""
-        self._call("POST", "/start_weight_update")
+        self.call("POST", "/start_weight_update")
 
     def update(self, info: Mapping[str, Any]) -> None:
         """Makes every worker receive; returns when all have (``megarl.engines.sync.receiver.UpdateInfo``).
 
         A worker gives up after ``timeout_s`` by itself and reports which message did not arrive.
         """
-        self._call("POST", "/update_weights", {"update_info": dict(info)}, self.timeout_s + _REPORT_S)
+        self.call("POST", "/update_weights", {"update_info": dict(info)}, self.timeout_s + _REPORT_S)
 
     def finish(self, version: str) -> None:
         """End a weight update under a version."""
-        self._call("POST", "/finish_weight_update", {"weight_version": version})
+        self.call("POST", "/finish_weight_update", {"weight_version": version})
 
     def reset_prefix_cache(self, *, running: bool = False) -> None:
         """Forgets keys and values that older weights computed; fails while requests still hold some of them.
@@ -170,7 +170,7 @@ class EngineControl:
         Args:
             running: Forget those of running requests too: they are computed again when the engine resumes.
         """
-        answer = self._call("POST", f"/reset_prefix_cache{'?reset_running_requests=true' if running else ''}")
+        answer = self.call("POST", f"/reset_prefix_cache{'?reset_running_requests=true' if running else ''}")
         if not isinstance(answer, dict) or "success" not in answer:
             raise self._malformed("POST /reset_prefix_cache", answer)
         if not answer["success"]:
@@ -182,7 +182,7 @@ class EngineControl:
         Raises:
             EngineError: any worker's failure.
         """
-        answer = self._call("POST", "/collective_rpc", {"method": method, "args": list(args)})
+        answer = self.call("POST", "/collective_rpc", {"method": method, "args": list(args)})
         if not isinstance(answer, dict) or not isinstance(answers := answer.get("results"), list):
             raise self._malformed(f"POST /collective_rpc {method}", answer)
         failed = failures(answers)
@@ -204,7 +204,7 @@ class EngineControl:
         """Return once vLLM has queued the request of this name, or it has ``ended``: later calls come behind it."""
         asked = f"/megarl/queued?name={name}"
         while not ended():
-            answer = self._call("GET", asked)
+            answer = self.call("GET", asked)
             if not isinstance(answer, dict) or "queued" not in answer:
                 raise self._malformed(f"GET {asked}", answer)
             if answer["queued"]:
@@ -213,7 +213,7 @@ class EngineControl:
 
     def scores(self, token_ids: Sequence[int], sample: int, **how: Any) -> Scores:
         """Ask for log-probs of a text and of tokens sampled after it; ``how``: as of ``Scores.request``."""
-        answer = self._call("POST", "/inference/v1/generate", Scores.request(token_ids, sample, **how))
+        answer = self.call("POST", "/inference/v1/generate", Scores.request(token_ids, sample, **how))
         try:
             return Scores.of(answer, token_ids, sample, prompt="among" not in how)
         except (LookupError, TypeError, ValueError) as error:
@@ -221,7 +221,7 @@ class EngineControl:
 
     def health(self, timeout_s: float) -> None:
         """Return when the server reports that it is well."""
-        self._call("GET", "/health", timeout_s=timeout_s)
+        self.call("GET", "/health", timeout_s=timeout_s)
 
     def _healthy(self) -> bool:
         try:
@@ -230,7 +230,14 @@ class EngineControl:
             return False
         return True
 
-    def _call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+    def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        """Send a request to the engine; return its answer, read from JSON, or None where that is empty.
+
+        Args:
+            timeout_s: Seconds for the answer, in place of those of this object.
+
+        Raises EngineError.
+        """
         data = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json", **bearer(self.key), **({PROVING: "1"} if self.proving else {})}
         request = urllib.request.Request(self.url + path, data=data, method=method, headers=headers)

@@ -52,9 +52,9 @@ class EngineChoice:
     def __init__(self, rows: Sequence[EngineRow]) -> None:
         self.fleet = Fleet(rows)
         self._oldest = NO_WEIGHTS
-        self._outstanding = Counter[str]()
+        self.outstanding = Counter[str]()
         """URL of an engine -> its unfinished samples."""
-        self._left_out = defaultdict[str, float](float)
+        self.left_out = defaultdict[str, float](float)
         """URL of an engine that failed -> until when."""
         self._refused: dict[str, tuple[EngineRow, float]] = {}
         """URL of an engine that refused -> its row then, and until when."""
@@ -107,7 +107,7 @@ class EngineChoice:
         """URLs of engines that may be asked for what no weights are named for; of all where there is none."""
         now = time.monotonic()
         found = self._unrefused(WantedWeights(self._oldest)) or self._unrefused(WantedWeights())
-        living = [row for row in found if self._left_out[row.url] <= now] or found
+        living = [row for row in found if self.left_out[row.url] <= now] or found
         return [row.url for row in living or self.fleet.present() or self.fleet.rows if row.url]
 
     async def choose(self, wanted: WantedWeights, home: str = "") -> EngineRow:
@@ -122,12 +122,12 @@ class EngineChoice:
             if not (found := self._unrefused(wanted)):
                 raise self._none(wanted)
         now = time.monotonic()
-        least = min(found, key=lambda row: (max(now, self._left_out[row.url]), self._outstanding[row.url]))
-        at_home = next((row for row in found if row.url == home and self._left_out[home] <= now), None)
+        least = min(found, key=lambda row: (max(now, self.left_out[row.url]), self.outstanding[row.url]))
+        at_home = next((row for row in found if row.url == home and self.left_out[home] <= now), None)
         if at_home is None:
             return least
-        busier = self._outstanding[home] - self._outstanding[least.url]
-        share = HOME_SHARE * sum(self._outstanding[row.url] for row in found)
+        busier = self.outstanding[home] - self.outstanding[least.url]
+        share = HOME_SHARE * sum(self.outstanding[row.url] for row in found)
         return at_home if busier * len(found) <= share else least
 
     @contextmanager
@@ -138,20 +138,20 @@ class EngineChoice:
         def gave() -> None:
             nonlocal left
             left -= 1
-            self._outstanding[url] -= 1
-            if time.monotonic() > self._left_out[url] and not self._samples.get(url, False):
+            self.outstanding[url] -= 1
+            if time.monotonic() > self.left_out[url] and not self._samples.get(url, False):
                 self._samples[url] = True  # a sample within the time had come before the engine failed
                 log.info("the engine at %s samples", url)
 
-        self._outstanding[url] += samples
+        self.outstanding[url] += samples
         try:
             yield gave
         finally:
-            self._outstanding[url] -= left
+            self.outstanding[url] -= left
 
     def failed(self, url: str, why: object) -> None:
         """Take note of a failed call; the first one since the engine gave a sample is logged."""
-        self._left_out[url] = time.monotonic() + LEFT_OUT_S
+        self.left_out[url] = time.monotonic() + LEFT_OUT_S
         if self._samples.get(url, True):
             self._samples[url] = False
             log.warning("%s; asking again for the samples of its failed calls", why)

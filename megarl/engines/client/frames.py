@@ -190,7 +190,7 @@ def _sample(fields: dict[str, Any], arrays: bytes) -> Completion:
     if tokens < 0 or len(arrays) != routing_at + (0 if routing is None else routing.nbytes):
         raise ValueError(f"{tokens} tokens and {prompt_tokens} of the prompt are not {len(arrays)} bytes")
     if fields["finish_reason"] not in get_args(FinishReason):
-        raise ValueError(f"its finish reason is none of {', '.join(get_args(FinishReason))}")
+        raise ValueError(f"its finish reason is not one of {', '.join(get_args(FinishReason))}")
     prompt_at = 8 * tokens
     return Completion(
         request=_typed(int, fields["request"]),

@@ -21,7 +21,7 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 
 TRIED_ROWS = 8
 
-_known: dict[tuple[Any, ...], bool] = {}
+known: dict[tuple[Any, ...], bool] = {}
 """Shape, type and threads of a product -> True where a single row needs to be computed twice."""
 
 
@@ -65,13 +65,13 @@ def needs_doubling(linear: Linear, weight: torch.Tensor, shape: tuple[int, ...],
         shape: [N, K] of the matrix, and ``dtype`` its type: products of equal ones are tried once.
     """
     key = (*shape, dtype, torch.get_num_threads())
-    if key not in _known:
+    if key not in known:
         rows = torch.randn(TRIED_ROWS, shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
         among = linear(rows, weight, None)
         if not among.any():
             return True  # zeros, as before weights come, show nothing
         alone = torch.cat([linear(row, weight, None) for row in rows.split(1)])
-        _known[key] = not torch.equal(alone, among)
-        if _known[key]:
+        known[key] = not torch.equal(alone, among)
+        if known[key]:
             log.info("Layers of %d to %d features compute a single row twice.", shape[1], shape[0])
-    return _known[key]
+    return known[key]

@@ -291,7 +291,7 @@ async def _generate(request: Request) -> Response:
     if (reason := refusal(asked, state.megarl_start, _version(state.megarl_version))) is not None:
         return JSONResponse({"error": reason}, status_code=409)
     return StreamingResponse(
-        _stream(state.engine_client, state.megarl_progress, body, sampled, greedy), media_type=CONTENT_TYPE
+        stream_frames(state.engine_client, state.megarl_progress, body, sampled, greedy), media_type=CONTENT_TYPE
     )
 
 
@@ -299,10 +299,10 @@ def _version(text: str | None) -> WeightsVersion | None:
     return None if text is None else WeightsVersion.parse(text)
 
 
-async def _stream(
+async def stream_frames(
     engine: EngineClient, progress: Progress, body: GenerateBody, sampled: SamplingParams, greedy: SamplingParams
 ) -> AsyncIterator[bytes]:
-    """One frame for each sample, in the order in which they end, and heartbeats. Leaving early aborts what still
+    """Yield one frame for each sample, in the order in which they end, and heartbeats. Leaving early aborts what still
     runs."""
     frames: asyncio.Queue[bytes] = asyncio.Queue()
     number = next(_request_numbers)
@@ -373,7 +373,7 @@ async def _answer(
             raise RuntimeError("vLLM ended the request without an output")
         finished = outputs[-1]  # FINAL_ONLY: the one output is the finished sample
         progress.ended += len(finished.outputs[0].token_ids)
-        record = _record(i, j, finished, expanded=seen is not None)
+        record = record_of(i, j, finished, expanded=seen is not None)
         routed = prompt.routing_from is not None
         if routed and isinstance(record, Completion) and record.finish_reason != "abort":
             record = replace(record, routing=_routing(progress.layers, finished.outputs[0].routed_experts))
@@ -410,8 +410,10 @@ def _is_unavailable(error: BaseException | None) -> bool:
     return HTTPStatus.SERVICE_UNAVAILABLE in statuses
 
 
-def _record(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Completion | Failure:
-    """Raises RuntimeError when the log-probs are not those of the sampled tokens."""
+def record_of(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Completion | Failure:
+    """Return what the engine sends of sample ``j`` of request ``i``, which has ended. ``expanded``: the prompt's ids
+    too, in which each image has its tokens. Raises RuntimeError when the log-probs are not those of the sampled
+    tokens."""
     output = finished.outputs[0]
     if output.finish_reason == "error":
         return Failure(i, j, "finish reason error", refused=False)

@@ -90,7 +90,7 @@ def compare_with_files(
         source.close()
     if wrong:
         shown = first_of([f"{number} elements of {name}" for name, number in wrong.items()], SHOWN)
-        raise WeightsDiffer(f"the engine computes with other weights than those of {path}: {shown} differ")
+        raise WeightsDiffer(f"the engine computes with other weights than {path}: {shown} differ")
     return count
 
 

@@ -88,7 +88,8 @@ class Link:
     """
 
     def __init__(self, group: Any, peers: int, partners: Collection[int], over: Backend = "gloo") -> None:
-        self._group: Any = group
+        self.group: Any = group
+        """Process group; None once the link is closed."""
         self._peers = peers
         self._partners = frozenset(partners)
         self._over = over
@@ -148,7 +149,7 @@ class Link:
 
         NCCL closes them here, and who waits for this rank waits for the timeout.
         """
-        group, self._group = self._group, None
+        group, self.group = self.group, None
         until = time.monotonic() + TAKE_S
         expected = sorted(self._expected.values(), key=lambda one: one.message.nbytes <= NOTICE_BYTES)
         for received in expected if self._over == "gloo" else ():
@@ -164,9 +165,9 @@ class Link:
                 work.wait(datetime.timedelta(seconds=0.001))
 
     def _open(self, rank: int) -> Any:
-        assert self._group is not None, "the link is closed"
+        assert self.group is not None, "the link is closed"
         assert rank in self._partners, f"rank {rank} of the other side is no partner in the plan"
-        return self._group
+        return self.group
 
 
 class EngineLinks:
@@ -175,7 +176,8 @@ class EngineLinks:
     def __init__(self, over: Backend = "gloo") -> None:
         self.over = over
         self._firsts: Sequence[int] = ()
-        self._links: dict[int, Link] = {}
+        self.links: dict[int, Link] = {}
+        """Number of an engine -> its link."""
 
     def number(self, workers: Sequence[int]) -> None:
         """Number the ranks of engines that have so many workers each."""
@@ -184,16 +186,16 @@ class EngineLinks:
     def add(self, engine: int, link: Link) -> None:
         """Take the link of an engine, in place of its earlier one."""
         self.remove(engine)
-        self._links[engine] = link
+        self.links[engine] = link
 
     def remove(self, engine: int) -> None:
         """Close the link of an engine, if it has one."""
-        if (link := self._links.pop(engine, None)) is not None:
+        if (link := self.links.pop(engine, None)) is not None:
             link.close()
 
     def close(self) -> None:
         """Close all links."""
-        for engine in list(self._links):
+        for engine in list(self.links):
             self.remove(engine)
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
@@ -210,7 +212,7 @@ class EngineLinks:
     def _worker(self, rank: int) -> tuple[Link, int]:
         """The link of a rank, and its number among the workers of its engine."""
         engine = bisect_right(self._firsts, rank) - 1
-        return self._links[engine], rank - self._firsts[engine]
+        return self.links[engine], rank - self._firsts[engine]
 
 
 def memory_of(over: Backend, nbytes: int) -> torch.Tensor:

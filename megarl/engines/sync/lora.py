@@ -65,25 +65,28 @@ class AdapterWriter:
                 "share engines need the same sync.adapter and model.lora"
             )
         self.layout, self._model = layout, model
-        self._manager: LRUCacheLoRAModelManager = manager
-        self._places = _places_of(manager)
-        self._shapes = layout.local_shapes(rank)
+        self.manager: LRUCacheLoRAModelManager = manager
+        """vLLM's manager of the model's LoRA layers."""
+        self.places = _places_of(manager)
+        """Local name -> place of every A and B that vLLM has room for."""
+        self.shapes = layout.local_shapes(rank)
+        """Local name -> shape of every A and B of the layout."""
         self._left: dict[str, int] = {}
-        unknown = [name for name in self._shapes if name not in self._places]
+        unknown = [name for name in self.shapes if name not in self.places]
         if unknown:
             raise WeightSyncError(
                 f"vLLM has no LoRA layer for {first_of(unknown, _SHOWN)}; set sync.adapter=merged, or leave these out "
                 "of model.lora.targets"
             )
         _keep(manager)
-        for name in self._shapes:
+        for name in self.shapes:
             self.computed_with(name)
 
     def start(self) -> None:
         """Begin an update: every A and B is zero until it arrives, and so is what no layout names."""
-        for layer in dict.fromkeys(place.layer for place in self._places.values()):
+        for layer in dict.fromkeys(place.layer for place in self.places.values()):
             layer.reset_lora(self._slot)
-        self._left = {name: math.prod(shape) for name, shape in self._shapes.items()}
+        self._left = {name: math.prod(shape) for name, shape in self.shapes.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the A or B of a local name to write slices into, as the engine computes with it."""
@@ -102,8 +105,8 @@ class AdapterWriter:
     def computed_with(self, name: str) -> torch.Tensor:
         """Return the A or B of a local name as the engine computes with it, in the layout's shape. Raises
         WeightSyncError if vLLM's has another shape, or the engine does not compute with the adapter."""
-        whole, shape = self._places[name].buffer(self._slot), self._shapes[name]
-        rank_axis = 0 if self._places[name].which == "a" else 1
+        whole, shape = self.places[name].buffer(self._slot), self.shapes[name]
+        rank_axis = 0 if self.places[name].which == "a" else 1
         if whole.shape[1 - rank_axis] != shape[1 - rank_axis] or whole.shape[rank_axis] < shape[rank_axis]:
             raise WeightSyncError(
                 f"{name} has shape {tuple(whole.shape)} in vLLM's LoRA layer, {shape} in the layout; set "
@@ -114,19 +117,19 @@ class AdapterWriter:
     def check_rest(self) -> None:
         """Check that the buffers are zero outside the layout's A's and B's, and are those that the model's layers
         compute with. Raises WeightsDiffer."""
-        for name, place in self._places.items():
+        for name, place in self.places.items():
             if self._model.get_submodule(place.path) is not place.layer:
                 raise WeightsDiffer(
                     f"{name} lies in a LoRA layer that is no layer of the model: start the engine again"
                 )
-            whole, shape = place.buffer(self._slot), self._shapes.get(name, (0, 0))
+            whole, shape = place.buffer(self._slot), self.shapes.get(name, (0, 0))
             if whole[shape[0] :].any() or whole[:, shape[1] :].any():
                 raise WeightsDiffer(f"the padding of {name} outside {shape} is not zero after the sync")
 
     @property
     def _slot(self) -> int:
         try:
-            return self._manager.lora_index_to_id.index(ADAPTER.lora_int_id)
+            return self.manager.lora_index_to_id.index(ADAPTER.lora_int_id)
         except ValueError:
             raise WeightSyncError("the engine has dropped its adapter: start it again") from None
 
@@ -141,7 +144,7 @@ class AdaptedWriter:
     """
 
     def __init__(self, own: SliceWriter, adapters: AdapterWriter | None, changed: Sequence[str]) -> None:
-        self._own, self._adapters, self._changed = own, adapters, changed
+        self._own, self.adapters, self.changed = own, adapters, changed
         self._part: Part = "all"
         self.has_own = False
         """The model's own weights are those that the trainer has sent."""
@@ -158,10 +161,10 @@ class AdaptedWriter:
         self._part, self.has_own = part, False
         if part == "all":
             self._still = None
-        if self._adapters is not None:
-            self._adapters.start()
-        if part == "all" or self._changed:
-            self._own.start(None if part == "all" else self._changed)
+        if self.adapters is not None:
+            self.adapters.start()
+        if part == "all" or self.changed:
+            self._own.start(None if part == "all" else self.changed)
 
     def tensor(self, name: str) -> torch.Tensor:
         """Return the local tensor to write slices into."""
@@ -173,10 +176,10 @@ class AdaptedWriter:
 
     def finish(self) -> None:
         """End an update. Raises WeightSyncError if a tensor did not get all its elements."""
-        if self._part == "all" or self._changed:
+        if self._part == "all" or self.changed:
             self._own.finish()
-        if self._adapters is not None:
-            self._adapters.finish()
+        if self.adapters is not None:
+            self.adapters.finish()
         self.has_own = True
 
     def computed_with(self, name: str) -> torch.Tensor:
@@ -191,11 +194,11 @@ class AdaptedWriter:
             own: Layout of the model itself.
             changed: Layout of what training changes.
         """
-        if self._adapters is not None:
-            self._adapters.check_rest()
+        if self.adapters is not None:
+            self.adapters.check_rest()
         if self._part == "changed":
             return changed
-        return own if self._adapters is None else beside(own, self._adapters.layout)
+        return own if self.adapters is None else beside(own, self.adapters.layout)
 
     def check_still(
         self, found: Mapping[str, int], digests: Callable[[Layout], Mapping[str, int]], own: Layout, changed: Layout
@@ -225,8 +228,8 @@ class AdaptedWriter:
 
     def _of(self, name: str) -> AdapterWriter | SliceWriter:
         if is_adapter(name):
-            assert self._adapters is not None, f"{name} came to an engine without adapters"
-            return self._adapters
+            assert self.adapters is not None, f"{name} came to an engine without adapters"
+            return self.adapters
         return self._own
 
 

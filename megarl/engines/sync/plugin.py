@@ -28,7 +28,7 @@ def register() -> None:
         end_after_parent()
     gloo_device.share()
     _fork_on_cpu()
-    _wait_for_calls()
+    wait_for_calls()
     if os.environ.get(CPU_ROUTING):
         from megarl.engines.cpu.routing import install
 
@@ -45,7 +45,7 @@ LOOK_MS = 20
 """Milliseconds after which a worker that sleeps looks for a call."""
 
 
-def _wait_for_calls() -> None:
+def wait_for_calls() -> None:
     """Change how workers of an engine over several wait for calls.
 
     vLLM's workers look without pause for a second after each call: on CPU that takes cores on which other processes of

@@ -143,9 +143,10 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
-    _writer: SliceWriter | None = None
-    _adapted: AdaptedWriter | None = None
-    """``_writer`` where the trainer's model has adapters, with engines' own adapters."""
+    writer: SliceWriter | None = None
+    """Writer of this worker's model; None before ``agree``."""
+    adapted: AdaptedWriter | None = None
+    """``writer`` where the trainer's model has adapters, with engines' own adapters."""
     _agreed: str | None = None
     """Fingerprint of the plan that ``agree`` built."""
     _links: Sequence[Link] = ()
@@ -196,9 +197,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "programs that share engines need the same"
             )
         rank = info.replica * mine.tensor_parallel_size * mine.pipeline_parallel_size + mine.rank
-        self._writer = self._writer_of(layout, rank)
-        self._plans = plans
-        self._adapted = None if info.lora is None else self._adapted_of(self._writer, plans, rank)
+        self.writer = self._writer_of(layout, rank)
+        self.plans = plans
+        self.adapted = None if info.lora is None else self._adapted_of(self.writer, plans, rank)
         if info.adapter != "separate" and hasattr(self.model, "lora_manager"):
             raise WeightSyncError(
                 "the engine was started with sync.adapter=separate, the trainer sends no adapters: the programs that "
@@ -238,8 +239,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         address = LinkAddress(init_info.host, init_info.port, init_info.name, init_info.world_size, init_info.timeout_s)
         store = open_store(address, master=False)  # until this returns: trainer rank 0 would have a socket per worker
         places = Places(**init_info.places)
-        self._plans = {part: replace(plan, nearness=places.nearness()) for part, plan in self._plans.items()}
-        plan = self._plans["all"]
+        self.plans = {part: replace(plan, nearness=places.nearness()) for part, plan in self.plans.items()}
+        plan = self.plans["all"]
         rank = plan.source.num_ranks + self.parallel_config.rank
         senders, over = plan.senders_to(self._rank), init_info.transport
         files = places.senders_on_same_machine(self._rank) if places.workers else {}
@@ -251,34 +252,34 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     @_kept
     def start_weight_update(self) -> None:
         self._require_weights("start_weight_update")
-        assert self._writer is not None, "no trainer: megarl_agree comes before start_weight_update"
+        assert self.writer is not None, "no trainer: megarl_agree comes before start_weight_update"
         if self.addresses is None:
             self.addresses = addresses_of(self.model)
-        if self._adapted is None:  # else with the weights, which name the part that they are
+        if self.adapted is None:  # else with the weights, which name the part that they are
             with torch.device(self.device), torch.no_grad():
-                self._writer.start()
+                self.writer.start()
 
     @_kept
     def receive_weights(self, update_info: UpdateInfo) -> None:
         self._require_weights("update_weights")
-        assert self._writer is not None
+        assert self.writer is not None
         if update_info.folder is not None:
             with torch.device(self.device), torch.no_grad():
                 place, dtype = Path(update_info.folder), self.model_config.dtype
-                read_files(self._layout, self._rank, self._writer.tensor, self._writer.wrote, place, dtype)
+                read_files(self._layout, self._rank, self.writer.tensor, self.writer.wrote, place, dtype)
             return
         assert self._receiver is not None, "no link: init_weight_transfer_engine comes before update_weights"
-        part, writer = update_info.part, self._adapted or self._writer
-        if part not in self._plans:
+        part, writer = update_info.part, self.adapted or self.writer
+        if part not in self.plans:
             raise WeightSyncError(
                 "an update of what training changes came from a trainer that has announced no model.lora; join again"
             )
         try:
             with torch.device(self.device), torch.no_grad():
-                if self._adapted is not None:
-                    self._adapted.start(part)
+                if self.adapted is not None:
+                    self.adapted.start(part)
                 receive(
-                    self._plans[part],
+                    self.plans[part],
                     self._rank,
                     writer.tensor,
                     self._receiver,
@@ -294,9 +295,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     @_kept
     def finish_weight_update(self) -> None:
         self._require_weights("finish_weight_update")
-        assert self._writer is not None
+        assert self.writer is not None
         with torch.device(self.device), torch.no_grad():
-            (self._adapted or self._writer).finish()
+            (self.adapted or self.writer).finish()
         if sum(parameter.nbytes for parameter in self.model.parameters()) > TRIMMED_BYTES:
             trim_memory()  # unpacked layers and buckets: 250 MiB of an engine with 100M parameters
         assert self.addresses is not None, "start_weight_update comes before finish_weight_update"
@@ -307,19 +308,19 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         arrived where that is kept in 8 bits. Raises WeightsDiffer where padding is not zero, or the 8 bits are not
         those made from what arrived."""
         self._require_weights("megarl_digests")
-        assert self._writer is not None, "no trainer: megarl_agree comes before megarl_digests"
-        eight_bits = self._writer.eight_bits
-        layout, writer = eight_bits.rest, self._adapted or self._writer
-        if self._adapted is not None:
-            layout = self._adapted.layout(layout, self._plans["changed"].destination)
+        assert self.writer is not None, "no trainer: megarl_agree comes before megarl_digests"
+        eight_bits = self.writer.eight_bits
+        layout, writer = eight_bits.rest, self.adapted or self.writer
+        if self.adapted is not None:
+            layout = self.adapted.layout(layout, self.plans["changed"].destination)
         with torch.device(self.device), torch.no_grad():
             read, check_rest = zero_padded(layout, self._rank, writer.computed_with)
             found = digests_of(layout, self._rank, read)
             check_rest()
-            if self._adapted is not None:
-                changed = self._plans["changed"].destination
+            if self.adapted is not None:
+                changed = self.plans["changed"].destination
                 own, rank = eight_bits.rest, self._rank
-                self._adapted.check_still(
+                self.adapted.check_still(
                     found, lambda still: digests_of(still, rank, writer.computed_with), own, changed
                 )
             return merge([found, *({tensor: digest} for tensor, _, digest in eight_bits.pieces())])
@@ -336,17 +337,17 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def expect_files(self) -> None:
         """Make ready for updates from files, for which no trainer is needed."""
-        self._layout, self._writer = self._alone()
-        self._adapted = None  # the files have merged weights, and the adapter is zero
+        self._layout, self.writer = self._alone()
+        self.adapted = None  # the files have merged weights, and the adapter is zero
         self._rank = self.parallel_config.rank
 
     def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:
         """``execute.piece_digests`` of this worker."""
         self._require_weights("megarl_piece_digests")
-        assert self._writer is not None, "megarl_expect_files comes before megarl_piece_digests"
+        assert self.writer is not None, "megarl_expect_files comes before megarl_piece_digests"
         with torch.device(self.device), torch.no_grad():
-            eight_bits = self._writer.eight_bits
-            return piece_digests(eight_bits.rest, self._rank, self._writer.computed_with) + eight_bits.pieces()
+            eight_bits = self.writer.eight_bits
+            return piece_digests(eight_bits.rest, self._rank, self.writer.computed_with) + eight_bits.pieces()
 
     def _alone(self) -> tuple[Layout, SliceWriter]:
         """Layout of this engine by itself, and a writer of this worker's part."""
@@ -361,8 +362,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def lose_weights(self) -> None:
         """Expect all weights with the next update: they are freed."""
-        if self._adapted is not None:
-            self._adapted.has_own = False
+        if self.adapted is not None:
+            self.adapted.has_own = False
 
     def _require_weights(self, step: str) -> None:
         """Raise WeightSyncError while the weights sleep."""

@@ -116,22 +116,22 @@ class DeviceSleeper:
             raise WeightSyncError("this engine cannot sleep: it was started without --enable-sleep-mode")
         if self.asleep == {"weights"}:  # vLLM copies the buffers first, which sleep with the weights
             raise WeightSyncError("the weights sleep and the KV cache is awake: wake the weights before another sleep")
-        before = _device_bytes_free()
+        before = device_bytes_free()
         if self.asleep != set(WHAT):
             self._worker.sleep(level=1 if keep_weights else 2)
             self.asleep = set(WHAT)
-        return {"freed": _device_bytes_free() - before, "rss": resident_bytes()}
+        return {"freed": device_bytes_free() - before, "rss": resident_bytes()}
 
     def wake(self, what: What) -> dict[str, int]:
         """Let vLLM map the memory again."""
-        before = _device_bytes_free()
+        before = device_bytes_free()
         if what in self.asleep:
             self._worker.wake_up(tags=[what])
             if what == "kv_cache":
                 for tensor in _kv_cache(self._worker):
                     tensor.zero_()
             self.asleep.discard(what)
-        return {"taken": before - _device_bytes_free(), "rss": resident_bytes()}
+        return {"taken": before - device_bytes_free(), "rss": resident_bytes()}
 
 
 def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
@@ -173,6 +173,7 @@ def _free(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, i
     return freed
 
 
-def _device_bytes_free() -> int:
+def device_bytes_free() -> int:
+    """Return the bytes of the device that no process has allocated, once all kernels have ended."""
     torch.accelerator.synchronize()
     return int(torch.accelerator.get_memory_info()[0])

@@ -66,15 +66,17 @@ class SliceWriter:
         self.eight_bits = eight_bits
         self._model_config = model_config
         self._tensors = dict(tensors)
-        self._owner = {f"{plain_path(path)}.{name}": (module, name) for path, module, name in _loadable(model)}
+        self.owner = {f"{plain_path(path)}.{name}": (module, name) for path, module, name in _loadable(model)}
+        """Local tensor name -> its module, and the parameter's name there."""
         self._plain_head = model_config.head_dtype != model_config.dtype
         self._latent = readback.latent_projections(model)
-        self._left: dict[nn.Module, int] = {}
+        self.left: dict[nn.Module, int] = {}
+        """Module -> elements that the update under way has still to write there."""
         self._reloaded: nn.Module = model
         """Layers of the update under way."""
         self._open: set[nn.Module] = set()
         self._faint: dict[str, _Faint] = {}
-        unknown = sorted(set(self._tensors) ^ set(self._owner))
+        unknown = sorted(set(self._tensors) ^ set(self.owner))
         if unknown:
             raise WeightSyncError(
                 f"the layout and vLLM's model differ in these local tensors: {', '.join(unknown)}; the architecture's "
@@ -89,25 +91,25 @@ class SliceWriter:
         """
         assert names is None or not self.eight_bits, "layers in 8 bits are written together"
         given = self._tensors if names is None else {name: self._tensors[name] for name in names}
-        self._left = {}
+        self.left = {}
         for name, tensor in given.items():
-            module, _ = self._owner[name]
-            self._left[module] = self._left.get(module, 0) + math.prod(tensor.shape)
+            module, _ = self.owner[name]
+            self.left[module] = self.left.get(module, 0) + math.prod(tensor.shape)
         self._open = set()
         self._faint = {name: faint for name, faint in self._faint.items() if name not in given}
         self.eight_bits.forget()
         if names is None:
             self._reloaded = self._model
         else:  # latent attention makes matrices of its own from one of these
-            attention = [self._latent[module] for module in self._left if module in self._latent]
-            self._reloaded = nn.ModuleList([*self._left, *attention])
-        _repack_experts(self._reloaded)
+            attention = [self._latent[module] for module in self.left if module in self._latent]
+            self._reloaded = nn.ModuleList([*self.left, *attention])
+        repack_experts(self._reloaded)
         _name_loaders(self._reloaded)
         initialize_layerwise_reload(self._reloaded)
 
     def tensor(self, name: str) -> torch.Tensor:
         """The local tensor to write slices into; the first call for a layer allocates it."""
-        module, parameter = self._owner[name]
+        module, parameter = self.owner[name]
         self._allocate(module)
         tensor: torch.Tensor = getattr(module, parameter).data
         shape = self._tensors[name].shape
@@ -126,10 +128,10 @@ class SliceWriter:
     def wrote(self, name: str, numel: int) -> None:
         """Counts; a layer that has all its elements is packed at once, so that only those under way are unpacked. One
         whose scales workers agree on waits for ``finish``."""
-        module, _ = self._owner[name]
-        self._left[module] -= numel
-        if self._left[module] == 0 and module not in self.eight_bits.wait:
-            self._pack(module)
+        module, _ = self.owner[name]
+        self.left[module] -= numel
+        if self.left[module] == 0 and module not in self.eight_bits.wait:
+            self.pack(module)
 
     def finish(self) -> None:
         """Ends the update.
@@ -137,11 +139,11 @@ class SliceWriter:
         Raises:
             WeightSyncError: a tensor did not get all its elements.
         """
-        for module in list(self._left):
+        for module in list(self.left):
             if module in self.eight_bits.wait:  # before anything is refused: other workers do the same
                 self._allocate(module)
-                self._pack(module)
-        short = [name for name, (module, _) in self._owner.items() if self._left.get(module, 0) != 0]
+                self.pack(module)
+        short = [name for name, (module, _) in self.owner.items() if self.left.get(module, 0) != 0]
         if short:
             raise WeightSyncError(f"these local tensors did not get all their elements: {', '.join(short)}")
         finalize_layerwise_reload(self._reloaded, self._model_config)
@@ -149,7 +151,7 @@ class SliceWriter:
     def computed_with(self, name: str) -> torch.Tensor:
         """The local tensor as the model computes with it, in the layout's shape and dtype; unpacked where it is
         packed."""
-        module, parameter = self._owner[name]
+        module, parameter = self.owner[name]
         expected = self._tensors[name]
         experts = readback.packed_experts(module)
         if readback.is_packed_linear(module, plain_head=self._plain_head) and parameter == "weight":
@@ -175,7 +177,8 @@ class SliceWriter:
             flat[faint.index] = torch.where(seen == 0, faint.values, seen)
         return weight
 
-    def _pack(self, module: nn.Module) -> None:
+    def pack(self, module: nn.Module) -> None:
+        """Let vLLM repack a module whose elements have all been written, in the layout of its kernels."""
         if module in self.eight_bits:
             self.eight_bits.arrived(module)
         elif readback.may_be_packed(module) and module.get_parameter("weight").is_cpu:
@@ -185,7 +188,7 @@ class SliceWriter:
 
     def _remember_faint(self, module: nn.Module) -> None:
         """Both sides compare bits; a product loses the sign of zero, and some kernels take subnormals for zero."""
-        name = next(name for name, owner in self._owner.items() if owner == (module, "weight"))
+        name = next(name for name, owner in self.owner.items() if owner == (module, "weight"))
         weight = module.get_parameter("weight").data.reshape(-1)
         tiny = weight.abs() < torch.finfo(weight.dtype).tiny
         index = (tiny & (weight.signbit() | (weight != 0))).nonzero().view(-1)
@@ -219,7 +222,7 @@ def _name_loaders(model: nn.Module) -> None:
             loader.__name__ = loader.func.__name__  # type: ignore[attr-defined]
 
 
-def _repack_experts(model: nn.Module) -> None:
+def repack_experts(model: nn.Module) -> None:
     """Makes vLLM's CPU kernels pack the experts of a reload too: with a kernel already there vLLM stores them unpacked,
     and that kernel computes from them as if they were packed."""
     for module in model.modules():

@@ -76,7 +76,7 @@ class CommandSandbox:
             if home.is_relative_to(path.resolve()):
                 raise ConfigError(
                     f"rollout.agent_sandbox=true would show all of {path} to the command {' '.join(words)!r}; put the "
-                    "agent, or its interpreter, into a folder of its own"
+                    "agent, or its interpreter, into a separate folder"
                 )
         return cls(bwrap, tuple(dict.fromkeys(path for path in shown if not _of_system(path))), endpoint)
 

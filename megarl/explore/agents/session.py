@@ -67,7 +67,7 @@ class Session:
         if asked.tools and self._format is None:
             raise BadRequest("the model's chat template writes no tool calls that megarl can read; leave out `tools`")
         digests = self._digests(asked)
-        request = _digest(digests[-1], [asked.n, asked.max_tokens])
+        request = digest_after(digests[-1], [asked.n, asked.max_tokens])
         if left := self._left.pop(request, []):
             work, *rest = left
             self._left |= {request: rest} if rest else {}
@@ -113,7 +113,7 @@ class Session:
             raise BadRequest(str(error)) from error
         replies = [self._reply(asked, turn, prompt_tokens) for turn in turns]
         for turn, reply in zip(turns, replies, strict=True):
-            self._known[_digest(digests[-1], _canonical(sent_back(reply)))] = self._index(turn)
+            self._known[digest_after(digests[-1], _canonical(sent_back(reply)))] = self._index(turn)
         return replies
 
     def _digests(self, asked: Asked) -> list[bytes]:
@@ -122,7 +122,7 @@ class Session:
         Raises BadRequest.
         """
         try:
-            digests = [_digest(b"", asked.tools)]
+            digests = [digest_after(b"", asked.tools)]
             messages, known = self._last
             if known[:1] == digests:
                 same = zip(asked.messages, messages, known[1:], strict=False)
@@ -131,7 +131,7 @@ class Session:
                         break
                     digests.append(digest)
             for message in asked.messages[len(digests) - 1 :]:
-                digests.append(_digest(digests[-1], _canonical(message)))
+                digests.append(digest_after(digests[-1], _canonical(message)))
         except (TypeError, ValueError, RecursionError) as error:  # nothing that JSON, or UTF-8, can hold
             raise BadRequest(f"a message or tool cannot be written as JSON: {error}") from error
         self._last = list(asked.messages), digests
@@ -236,8 +236,9 @@ def _call(call: ToolCall, name: str) -> Message:
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
-def _digest(before: bytes, value: Any) -> bytes:
-    """Digest of a conversation that ``value`` goes on. Raises TypeError, ValueError for what JSON cannot hold."""
+def digest_after(before: bytes, value: Any) -> bytes:
+    """Return the digest of a conversation that begins with one of the digest ``before`` and ends with ``value``. Raises
+    TypeError, ValueError for what JSON cannot hold."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 

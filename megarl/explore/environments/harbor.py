@@ -58,7 +58,8 @@ class Harbor:
         self._left = options.get("turns", TURNS)
         self._seconds = self._task.agent_s
         self._most = options.get("output_bytes", OUTPUT_BYTES)
-        self._sandbox = HarborSandbox(self._task)
+        self.sandbox = HarborSandbox(self._task)
+        """Shell in which the model acts."""
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
@@ -117,7 +118,7 @@ class Harbor:
     def end(self) -> float:
         """Reward of the tests."""
         limit = min(self._task.verifier_s, self._options.get("tests_s", TESTS_S))
-        found = self._sandbox.tests(limit, OUTPUT_BYTES)
+        found = self.sandbox.tests(limit, OUTPUT_BYTES)
         try:
             if found["limit"]:
                 raise ValueError(ENDED[found["limit"]].format(limit))
@@ -129,15 +130,15 @@ class Harbor:
 
     def kill(self) -> None:
         """End a call past its limit."""
-        self._sandbox.kill()
+        self.sandbox.kill()
 
     def close(self) -> None:
         """End the sandbox, with all that is in it."""
-        self._sandbox.close()
+        self.sandbox.close()
 
     def _run(self, command: str) -> str:
         limit = min(self._options.get("command_s", COMMAND_S), self._seconds)
-        found = self._sandbox.run(command, limit, self._most)
+        found = self.sandbox.run(command, limit, self._most)
         self._seconds -= found["seconds"]
         ended = ENDED[found["limit"]].format(limit) if found["limit"] else ""
         return "\n".join(filter(None, (found["output"].rstrip("\n"), ended))) or "(no output)"

@@ -44,7 +44,8 @@ class HarborSandbox:
         self._task = task
         self._link, inside = socket.socketpair()
         with inside:
-            self._process = STARTER.submit(self._start, inside).result()
+            self.process = STARTER.submit(self._start, inside).result()
+            """Process of the sandbox."""
         self._lines = self._link.makefile("rwb")
         self._files = files_of(task.copies)
 
@@ -64,14 +65,14 @@ class HarborSandbox:
 
     def kill(self) -> None:
         """End all of it; a call that waits for it raises."""
-        self._process.kill()
+        self.process.kill()
 
     def close(self) -> None:
         """End all of it, and wait until it is gone."""
         self.kill()
-        self._process.wait()
-        assert self._process.stderr is not None
-        self._process.stderr.close()
+        self.process.wait()
+        assert self.process.stderr is not None
+        self.process.stderr.close()
         self._lines.close()
         self._link.close()
 
@@ -89,7 +90,7 @@ class HarborSandbox:
             why = "it has ended"
         if not line:
             self.kill()
-            words = bubblewrap.last_words(self._process)
+            words = bubblewrap.last_words(self.process)
             raise SandboxError(f"the sandbox of {self._task.folder} does not reply: {why} {words}".strip())
         found: dict[str, Any] = json.loads(line)
         return found

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,14 @@ class VerifiersProcess:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self.process: subprocess.Popen[str] | None = None
+        """The server; None before the first episode."""
         self._folder = ""
 
     def connect(self, options: Mapping[str, Any]) -> socket.socket:
         """A connection for an episode."""
         with self._lock:
-            if self._process is None or self._process.poll() is not None:
+            if self.process is None or self.process.poll() is not None:
                 self._start(options)
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(f"{self._folder}/socket")
@@ -48,24 +49,24 @@ class VerifiersProcess:
 
     def end(self) -> None:
         """Kill the server, with all episodes; its folder is removed."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self, options: Mapping[str, Any]) -> None:
         self.end()
         self._folder = tempfile.mkdtemp(prefix="megarl-verifiers-")
         words, env = command(options, "serve", f"{self._folder}/socket")
-        self._process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=env)
-        assert self._process.stdout is not None
-        limit = threading.Timer(CHECK_S, self._process.kill)
+        self.process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=env)
+        assert self.process.stdout is not None
+        limit = threading.Timer(CHECK_S, self.process.kill)
         limit.start()
-        ready = self._process.stdout.readline()
+        ready = self.process.stdout.readline()
         limit.cancel()
         if not ready:
-            raise RuntimeError(f"the server of verifiers has ended with status {self._process.wait()}; see the log")
+            raise RuntimeError(f"the server of verifiers has ended with status {self.process.wait()}; see the log")
 
 
 PROCESS = VerifiersProcess()
@@ -87,12 +88,13 @@ class Verifiers:
     """
 
     def __init__(self, task: Task, options: Mapping[str, Any]) -> None:
-        self._seen = list(task.prompt)
+        self._seen: list[Mapping[str, Any]] = list(task.prompt)
         self._opened = False
         self._socket = PROCESS.connect(options)
         self._lines = self._socket.makefile("rw")
-        self._pid: int = self._take()["pid"]
-        self._started = start_ticks(self._pid)
+        self.pid: int = self._take()["pid"]
+        """Process of the episode."""
+        self._started = start_ticks(self.pid)
         self._send({"index": task.extra_info["index"]})
 
     @staticmethod
@@ -149,8 +151,8 @@ class Verifiers:
 
     def kill(self) -> None:
         """End what a call waits for, which then raises."""
-        if start_ticks(self._pid) == self._started:
-            kill_group(self._pid)
+        if start_ticks(self.pid) == self._started:
+            kill_group(self.pid)
 
     def close(self) -> None:
         """Kill the episode's processes."""
@@ -160,15 +162,7 @@ class Verifiers:
 
     def _follow(self, given: Mapping[str, Any]) -> str:
         """Text of the user's messages after all that was seen."""
-        messages = given["messages"]
-        before, new = messages[: len(self._seen)], messages[len(self._seen) :]
-        for i, known in enumerate(self._seen):
-            seen = _plain(before[i]) if i < len(before) else None
-            if seen != _plain(known):
-                fix = "it must not be rewritten" if self._opened else "make the rows again"
-                raise ValueError(f"the environment asks with {seen!r:.200} for {_plain(known)!r:.200}; {fix}")
-        if any(message["role"] != "user" for message in new) or bool(new) != self._opened:
-            raise ValueError(f"the environment adds {new!r:.200}; a message of the user must follow a response")
+        new = messages_after(self._seen, given["messages"], opened=self._opened)
         self._seen += new
         return "\n\n".join(str(message["content"]) for message in new)
 
@@ -187,6 +181,28 @@ class Verifiers:
         if "error" in found:
             raise RuntimeError(f"verifiers: {found['error']}")
         return found
+
+
+def messages_after(
+    seen: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], *, opened: bool
+) -> list[Mapping[str, Any]]:
+    """Return the user's messages that a request adds to those that were seen.
+
+    Args:
+        messages: All messages of the request.
+        opened: The request follows a response, and not the task's prompt alone.
+
+    Raises ValueError where messages that were seen are others now, or what was added is not the user's.
+    """
+    before, new = messages[: len(seen)], list(messages[len(seen) :])
+    for i, known in enumerate(seen):
+        found = _plain(before[i]) if i < len(before) else None
+        if found != _plain(known):
+            fix = "it must not be rewritten" if opened else "make the rows again"
+            raise ValueError(f"the environment asks with {found!r:.200} for {_plain(known)!r:.200}; {fix}")
+    if any(message["role"] != "user" for message in new) or bool(new) != opened:
+        raise ValueError(f"the environment adds {new!r:.200}; a message of the user must follow a response")
+    return new
 
 
 def _plain(message: Mapping[str, Any]) -> tuple[str, str]:

@@ -138,8 +138,9 @@ class Explorer:
             record=StoreQueue(partial(self._call, store.segments.append)).put if segments.tokens else None,
             forget=partial(self._call, store.segments.forget) if segments.tokens else None,
         )
-        self._under_way = SamplesUnderWay(claims.capacity)
-        suspend = self._under_way.suspend
+        self.under_way = SamplesUnderWay(claims.capacity)
+        """Samples that were claimed and have not ended."""
+        suspend = self.under_way.suspend
         self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, claims.poll_s, suspend)
         self._worker = worker
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
@@ -204,7 +205,7 @@ class Explorer:
         for flight in flights:
             flight.cancel()
         await asyncio.gather(*flights, return_exceptions=True)
-        self._under_way.forget()
+        self.under_way.forget()
         await self._call(self._store.groups.release, self._worker)
 
     async def _record(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -215,22 +216,22 @@ class Explorer:
         if in_workflow := self._runner.in_workflow:
             heartbeat.count_work()
         return (
-            f"{self._under_way.total} samples being generated, {self._runner.scoring} scored, "
+            f"{self.under_way.total} samples being generated, {self._runner.scoring} scored, "
             f"{in_workflow} trajectories in their workflow"
         )
 
     async def _claim(self) -> list[Claim]:
-        free = self._under_way.free
+        free = self.under_way.free
         if free < 1 or self._runner.scoring >= self._claims.backlog:
             return []
         if self._engines.are_updated is not None and not self._choice.is_open:
             return []
-        of_kinds = {"max_samples": free, "evaluations": self._under_way.evaluates}
+        of_kinds = {"max_samples": free, "evaluations": self.under_way.evaluates}
         claims = await self._call(self._store.groups.claim, self._worker, free, **of_kinds, silent=self._lease.silent)
         if claims:
             await self._choice.look()  # with the weights of these groups, and the engines of an evaluation
             self._choice.expect(max(claim.oldest for claim in claims))
-        self._under_way.begin(claims, {claim.rollout_id for claim in claims if self._choice.is_held(claim.rollout_id)})
+        self.under_way.begin(claims, {claim.rollout_id for claim in claims if self._choice.is_held(claim.rollout_id)})
         return claims
 
     def _calls_of(self, claim: Claim) -> int:
@@ -249,7 +250,7 @@ class Explorer:
             clock.counts["retries"] += 1
             await self._record("engine_retry", {"error": str(error)})
 
-        with self._under_way.until_passed([group.claim for group in groups]):
+        with self.under_way.until_passed([group.claim for group in groups]):
             async with asyncio.TaskGroup() as tasks:
                 gatherer = Gatherer(
                     self._engines.client,
@@ -271,14 +272,14 @@ class Explorer:
         group.scored[index] = await self._runner.run(group, index, gatherer, generated)
         del group.running[index]
         if (members := group.members(self._trajectories.rewards)) is not None:
-            self._under_way.end(group.claim, group.cut_spare())
+            self.under_way.end(group.claim, group.cut_spare())
             if not group.running:
                 await self._finish(group, members)
 
     async def _generated(self, group: ClaimedGroup, index: int) -> None:
         if index != GREEDY:
             group.generating.discard(index)
-            self._under_way.end(group.claim)
+            self.under_way.end(group.claim)
         if group.pace is not None:
             await group.pace.ended(index)
 
@@ -386,7 +387,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         choice = EngineChoice(registered)
         async with (
             EngineClient(choice, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
-            _judge(config, choice.urls, key, engine_timeout_s) as judge,
+            opened_judge(config, choice.urls, key, engine_timeout_s) as judge,
             RewardPool(
                 config.reward,
                 judge,
@@ -427,9 +428,15 @@ def _logs(config: Config) -> Path:
 
 
 @asynccontextmanager
-async def _judge(
+async def opened_judge(
     config: Config, engines: Callable[[], Sequence[str]], key: str, engine_timeout_s: float
 ) -> AsyncIterator[Judging | None]:
+    """Open the judge of ``reward.judge``; None where no model judges.
+
+    Args:
+        engines: URLs of the job's engines of the moment, of which the judge asks one where ``url`` is "rollout".
+        engine_timeout_s: Seconds for which it waits for an engine.
+    """
     if config.reward.judge.url is None:
         yield None
         return

@@ -15,7 +15,7 @@ def check_explorers(config: Config) -> None:
     number, workers = config.rollout.explorers, config.reward.workers
     if number > workers:
         raise ConfigError(
-            f"rollout.explorers={number}: each needs a reward worker of its own, and reward.workers={workers}; raise "
+            f"rollout.explorers={number}: each needs a separate reward worker, but reward.workers={workers}; raise "
             "that, or have fewer explorers"
         )
     if number > config.rollout.concurrent_groups:

@@ -35,7 +35,7 @@ async def best_of_n(task: Task, model: RolloutModel) -> None:
 def check_options(options: Mapping[str, Any]) -> None:
     """Raise ConfigError for ``rollout.options`` that are none of this workflow."""
     if others := sorted(set(options) - set(SETTINGS)):
-        raise ConfigError(f"rollout.options.{others[0]} is none of best_of_n; there are {', '.join(SETTINGS)}")
+        raise ConfigError(f"rollout.options.{others[0]} is not an option of best_of_n; options: {', '.join(SETTINGS)}")
     n, by = options.get("n", N), options.get("by")
     if isinstance(n, bool) or not isinstance(n, int) or not 2 <= n <= MOST:
         raise ConfigError(f"rollout.options.n={n!r} of best_of_n must be a whole number from 2 to {MOST}")

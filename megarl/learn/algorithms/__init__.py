@@ -1,4 +1,4 @@
-"""Algorithms by name. A new one is one file of pure functions and one row here; a user's own is a file of theirs."""
+"""Algorithms by name. A new one is one file of pure functions and one row here; users can give their own file."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ __all__ = ["ALGORITHMS", "Algorithm", "Estimate", "Loss", "LossInput", "StepInpu
 
 
 def get(name: str) -> Algorithm:
-    """The algorithm called ``name``, or that of the Python file ``name``; ConfigError with the nearest known name
-    otherwise."""
+    """Return the algorithm with this name, or of a Python file. Raises ConfigError with the nearest name."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     if name.endswith(".py"):
@@ -64,7 +63,7 @@ def get(name: str) -> Algorithm:
 
 
 def job_of(config: Config) -> Job:
-    """The job that ``config`` describes: nothing else asks for its mode. Raises ConfigError as ``get``."""
+    """Return the job of ``config``; only this function determines its mode. Raises ConfigError as ``get``."""
     mode: Mode = config.run.mode
     if mode != "bench" and get(config.algorithm.name).offline:
         mode = "offline"

@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, 2506.13585): what is clipped is the weight of a token's gradient, so no token's is lost.
+"""CISPO (MiniMax-M1, 2506.13585): clip the weight of a token's gradient, so that no token loses its gradient.
 
 loss = Σ_t w_t·(−sg(min(ρ_t, 1 + clip_high))·A·logp_t), sg: no gradient, A as in GRPO, with GRPO's KL and entropy terms.
 There is no lower bound: ``clip_low`` is not used. The cap is 1 + clip_high (TRL's epsilon_high is the cap itself).

@@ -1,9 +1,9 @@
 """DPO (2305.18290): preferences as a loss, without a reward model. ``preference=ipo``: IPO (2310.12036).
 
-h = [Σ_t(logp − ref) of the chosen answer] − [the same of the rejected one]
+h = [Σ_t(logp − ref) of the chosen response] − [the same of the rejected response]
 sigmoid: −(1 − ε)·log σ(β·h) − ε·log σ(−β·h), ε = ``label_smoothing`` (cDPO; 0: DPO)
-ipo: (h − 1/(2β))², with sums over the answer as the paper writes it (TRL averages over tokens, as the authors advised)
-The loss is the mean over pairs, so ``aggregation`` has no effect. float64 inside.
+ipo: (h − 1/(2β))², with sums over the response as in the paper (TRL averages over tokens, as the authors advised)
+The loss is the mean over pairs, so ``aggregation`` has no effect. Computed in float64.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 
 def loss(batch: LossInput, config: PreferenceConfig) -> Loss:
-    """See the file's head.
+    """Return the loss in the module's docstring.
 
     Raises:
-        ConfigError: without reference log-probs, or a ``label_smoothing`` for ipo, which has none.
+        ConfigError: without reference log-probs, or with a ``label_smoothing`` for ipo, which has none.
     """
     if batch.ref_logp is None:
         raise ConfigError(f"{config.name} needs ref_logp for its loss; the trainer must compute it first")
     if config.preference == "ipo" and config.label_smoothing:
         raise ConfigError(
-            f"algorithm.label_smoothing={config.label_smoothing} is of preference=sigmoid, ipo has none; set it to 0"
+            f"algorithm.label_smoothing={config.label_smoothing} needs preference=sigmoid; with ipo set it to 0"
         )
     place = (batch.mask, batch.row, batch.num_rows)
     counted = pairs.whole(*place)

@@ -1,11 +1,10 @@
 """GRPO (DeepSeekMath, 2402.03300; DeepSeek-R1, 2501.12948): group-relative advantages, clipped surrogate, KL.
 
-A_i = (r_i − mean) / (std + 1e-6) over the group, the same for every token of response i; std is the unbiased one.
+A_i = (r_i − mean) / (std + 1e-6) over the group, the same for every token of response i; std is unbiased.
 loss = Σ_t w_t·(v_t·max(−Aρ, −A·clip(ρ, 1 − clip_low, 1 + clip_high)) + kl.coef·KL_t − entropy_coef·H_t)
 ρ by ``importance``; w_t by ``aggregation``; v_t by ``correction``; formulas, values and gradients: ``ops/policy.py``.
-Presets: dr_grpo (2503.20783) is ``normalize_by_std=false`` with ``aggregation=seq_mean_token_sum_norm``, dapo
-    (2503.14476)
-clips higher above than below, grpo_r1 has R1's settings.
+Presets: dr_grpo (2503.20783) has ``normalize_by_std=false`` and ``aggregation=seq_mean_token_sum_norm``; dapo
+(2503.14476) clips higher above than below; grpo_r1 has R1's settings.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ STD_EPSILON = 1e-6
 
 
 def advantage(reward: float, stats: GroupStats, config: AlgorithmConfig) -> float:
-    """A group of one has A = r. An all-equal group has A exactly 0, as ``group_stats`` then has the very reward as its
-    mean. Arithmetic is float64."""
+    """Return A; r in a group of one. An all-equal group has A exactly 0, because ``group_stats`` then returns the
+    reward itself as mean. Computed in float64."""
     divide = config.normalize_by_std and stats.size > 1
     return centred(reward, stats) / (stats.std + STD_EPSILON if divide else 1.0)
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """See the file's head."""
+    """Return the loss in the module's docstring."""
     return surrogate.clipped("grpo", batch, config)
 
 

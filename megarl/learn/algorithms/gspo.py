@@ -1,8 +1,8 @@
-"""GSPO (2507.18071): the ratio is a sequence's, and so is what is clipped.
+"""GSPO (2507.18071): ratio and clipping per sequence instead of per token.
 
 s_i = exp(mean_t(logp_t − old_logp_t)), A_i as in GRPO
 loss = mean over sequences of max(−A·s, −A·clip(s, 1 − clip_low, 1 + clip_high)), with GRPO's KL and entropy terms.
-With ``aggregation=seq_mean_token_mean`` each sequence has one vote, as in the paper; ``importance`` must be
+With ``aggregation=seq_mean_token_mean`` each sequence counts equally, as in the paper; ``importance`` must be
 sequence_mean.
 """
 
@@ -17,7 +17,7 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """See the file's head. Raises ConfigError for another ``importance``."""
+    """Return the loss in the module's docstring. Raises ConfigError for another ``importance``."""
     if config.importance != "sequence_mean":
         raise ConfigError(
             f"algorithm.importance={config.importance} is not gspo, whose ratio is sequence_mean; set algorithm=gspo, "

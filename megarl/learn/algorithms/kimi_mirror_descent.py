@@ -1,11 +1,11 @@
-"""Kimi k1.5's online mirror descent (2501.12599, eq. 3): a squared pull to the policy at the start of the iteration.
+"""Kimi k1.5's online mirror descent (2501.12599, eq. 3): a quadratic pull to the policy at the iteration's start.
 
 A_i = r_i − mean of the group; s_i = Σ_t(logp_t − old_logp_t) over the response
 loss = mean over responses of −A·s + (tau/2)·s², with GRPO's KL and entropy terms
-Its gradient −(A − tau·s)·∇s is the paper's update. The square (A − tau·s)² has 2·tau times that gradient: not taken.
+Its gradient −(A − tau·s)·∇s is the paper's update. (The square (A − tau·s)² would have 2·tau times that gradient.)
 
-An iteration is a step of the trainer: one rollout, whose ``old_logp`` all its updates share. The optimizer is restarted
-with it, as in the paper. ``aggregation=seq_mean_token_sum`` is the paper's; the others scale a response's loss as they
+An iteration is a trainer step: one rollout, whose ``old_logp`` all its updates share. The optimizer restarts in each
+iteration, as in the paper. ``aggregation=seq_mean_token_sum`` is the paper's; others scale a response's loss as they
 scale its tokens.
 """
 
@@ -23,12 +23,13 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 
 def advantage(reward: float, stats: GroupStats, config: MirrorDescentConfig) -> float:
-    """A group of one has A = r, an all-equal group exactly 0."""
+    """Return A; r in a group of one, exactly 0 in an all-equal group."""
     return centred(reward, stats)
 
 
 def loss(batch: LossInput, config: MirrorDescentConfig) -> Loss:
-    """See the file's head. Raises ConfigError for a ``correction``: there is no surrogate of single tokens to weigh."""
+    """Return the loss in the module's docstring. Raises ConfigError for a ``correction``: no surrogate per token
+    exists."""
     if config.correction != "none":
         raise ConfigError(
             f"algorithm.correction={config.correction} weighs tokens, kimi_mirror_descent has a loss of whole "

@@ -1,11 +1,11 @@
 """MIX (Trinity-RFT, 2505.17826): GRPO on sampled rows and supervised learning on demonstrated ones, in one update.
 
-loss = (1 − mu)·GRPO(sampled rows) + mu·X(expert rows), each part divided by its own global denominator
-(``aggregation``): how many rows of which kind a micro-batch or a rank happens to have changes nothing.
+loss = (1 − mu)·GRPO(sampled rows) + mu·X(expert rows), each part divided by its global denominator (``aggregation``).
+The result does not depend on how rows of each kind are spread over micro-batches and ranks.
 X by ``expert_loss``, w_t by ``aggregation``:
 sft: Σ_t w_t·(−logp_t)
 off_policy: −Σ_t w_t·f(x_t), x_t = exp(logp_t − teacher_logp_t), f(x) = x / (x + ``expert_shaping``), or x without it;
-    mixed-policy GRPO and policy shaping of LUFFY (2504.14945), with an advantage of 1 and without its clipping
+LUFFY's mixed-policy GRPO and policy shaping (2504.14945), with an advantage of 1 and without clipping
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 def count(
     mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: MixConfig, expert: torch.Tensor
 ) -> torch.Tensor:
-    """int64 [2]: this micro-batch's shares of the denominators of sampled and of expert rows."""
+    """Return int64 [2]: this micro-batch's shares of the denominators of sampled and of expert rows."""
     of_expert = expert[row]
     return torch.stack([terms.denominator(mask & kind, row, num_rows, config) for kind in (~of_expert, of_expert)])
 
 
 def loss(batch: LossInput, config: MixConfig) -> Loss:
-    """[2] sums: see the file's head. Of expert rows ``logp`` counts, and off policy ``engine_logp``, their teacher's;
-    what else they hold does not matter.
+    """Return [2] sums of the loss in the module's docstring. Of expert rows only ``logp`` is read, and off policy
+    ``engine_logp``, which holds the teacher's.
 
     Raises:
-        ConfigError: expert rows are not marked, or have no log-probs of a teacher where they are needed.
+        ConfigError: expert rows are not marked, or lack required log-probs of a teacher.
     """
     if batch.expert is None:
         raise ConfigError("mix needs to know which rows are expert rows; the trainer must give LossInput.expert")
@@ -59,14 +59,14 @@ def loss(batch: LossInput, config: MixConfig) -> Loss:
 
 
 def _log_ratio(batch: LossInput) -> torch.Tensor:
-    """float64 [T]: log of the trained policy's probability over the teacher's."""
+    """Return float64 [T]: log of the ratio of the trained policy's probability to the teacher's."""
     if batch.engine_logp is None:
         raise ConfigError("algorithm.expert_loss=off_policy needs the teacher's log-probs; give LossInput.engine_logp")
     return batch.logp.double() - batch.engine_logp.double()
 
 
 def _shaped(log_ratio: torch.Tensor, shaping: float | None) -> torch.Tensor:
-    """f(exp(``log_ratio``)); x / (x + γ) is σ(log x − log γ), which overflows nowhere."""
+    """Return f(exp(``log_ratio``)); x / (x + γ) is σ(log x − log γ), which does not overflow."""
     return log_ratio.exp() if shaping is None else torch.sigmoid(log_ratio - math.log(shaping))
 
 

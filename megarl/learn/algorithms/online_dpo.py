@@ -1,4 +1,4 @@
-"""Online DPO (2402.04792): DPO's loss on answers just sampled, the best of a group against its worst by reward."""
+"""Online DPO (2402.04792): DPO's loss on freshly sampled responses, the best of a group against the worst by reward."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megarl.learn.algorithms.types import Algorithm
 
 
 def best_against_worst(rewards: Sequence[float], config: AlgorithmConfig) -> list[tuple[int, int]]:
-    """[(chosen, rejected)] positions in the group: of several best (or worst) answers the first. A group whose rewards
-    are all one prefers nothing: []."""
+    """Return [(chosen, rejected)] positions in the group, the first of equal rewards each; [] for a zero-variance
+    group."""
     positions = range(len(rewards))
     best, worst = max(positions, key=rewards.__getitem__), min(positions, key=rewards.__getitem__)
     return [(best, worst)] if rewards[best] > rewards[worst] else []

@@ -1,12 +1,12 @@
 """OPMD (Trinity-RFT, 2505.17826): a policy gradient without ratios, for samples of any policy.
 
-loss = Σ_t w_t·v_t·(−A·logp_t) / (1 + tau), with GRPO's KL and entropy terms. ``old_logp`` is in ``correction`` and
-metrics only. ``opmd=mean`` (the simple variant): A_i = r_i − mean of the group
-``opmd=pairwise``: A_i = mean_{j≠i} (r_i − r_j). The paper's loss is Σ_{i<j} (a_i − a_j)², a_i = r_i − tau·(logp_i −
-    sg(logp_i)), sg: no gradient,
-logp_i the answer's sum (the policy regularised towards is the one being trained, as in Trinity). Its gradient in an
-answer's logp is −2·tau·(n − 1)·A_i for a group of n: the direction here, up to a positive factor. A group of one
-compares nothing: A = 0.
+loss = Σ_t w_t·v_t·(−A·logp_t) / (1 + tau), with GRPO's KL and entropy terms. ``old_logp`` is for ``correction`` and
+metrics only.
+``opmd=mean`` (the simple variant): A_i = r_i − mean of the group
+``opmd=pairwise``: A_i = mean_{j≠i} (r_i − r_j), 0 in a group of one. The paper's loss is Σ_{i<j} (a_i − a_j)²,
+a_i = r_i − tau·(logp_i − sg(logp_i)), sg: no gradient, logp_i: the response's sum (regularised towards the policy in
+training, as in Trinity). Its gradient in a response's logp is −2·tau·(n − 1)·A_i for a group of n: the direction used
+here, up to a positive factor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 
 def advantage(reward: float, stats: GroupStats, config: OPMDConfig) -> float:
-    """An all-equal group has A exactly 0; a group of one has A = r, or 0 with ``opmd=pairwise``."""
+    """Return A; exactly 0 in an all-equal group; r in a group of one, or 0 with ``opmd=pairwise``."""
     if config.opmd == "mean":
         return centred(reward, stats)
     # Σ_j (r_i − r_j) = n·(r_i − mean).
@@ -29,7 +29,7 @@ def advantage(reward: float, stats: GroupStats, config: OPMDConfig) -> float:
 
 
 def loss(batch: LossInput, config: OPMDConfig) -> Loss:
-    """See the file's head."""
+    """Return the loss in the module's docstring."""
     _, advantages = surrogate.needed("opmd", batch)
     weight, metrics = correction(batch, config)
     logp, a = (terms.masked(x.double(), batch.mask) for x in (batch.logp, advantages))

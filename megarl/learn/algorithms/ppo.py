@@ -1,10 +1,10 @@
 """PPO (1707.06347) with a critic and generalised advantage estimation (1506.02438).
 
 δ_t = r_t + γV_{t+1} − V_t;  A_t = δ_t + γλA_{t+1};  R_t = A_t + V_t over the kept tokens of a response
-r_t: ``token_rewards.py``. After the last token stands 0; with ``bootstrap_truncated`` the value of the state there, for
-    a response that was cut.
+r_t: ``token_rewards.py``. V after the last token is 0; with ``bootstrap_truncated`` a truncated response has the value
+of the state there.
 Actor: GRPO's loss (clip, KL, entropy, correction). Critic: ``value.py`` on R.
-``whiten_advantages``: A to mean 0 and variance 1 over the step's tokens; R stays.
+``whiten_advantages`` scales A to mean 0 and variance 1 over the step's tokens; R is unchanged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, 
 
 
 def estimate(step: StepInput, config: PPOConfig) -> Estimate:
-    """See the file's head. Raises ConfigError without values."""
+    """Return advantages and returns by the module's docstring. Raises ConfigError without values."""
     if step.values is None:
         raise ConfigError("ppo needs the values of a critic for its advantages; the trainer must compute them first")
     rewards, kept, cu_seqlens, metrics = token_rewards("ppo", step, config)
@@ -41,7 +41,7 @@ def estimate(step: StepInput, config: PPOConfig) -> Estimate:
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """Loss of the actor: see the file's head."""
+    """Return the actor's loss in the module's docstring."""
     return surrogate.clipped("ppo", batch, config)
 
 

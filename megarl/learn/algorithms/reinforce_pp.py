@@ -1,7 +1,7 @@
 """REINFORCE++ (2501.03262): each token's return, whitened over the global batch; no critic, no group.
 
-A_t = (G_t − μ) / sqrt(σ² + 1e-8), G_t = Σ_{u≥t} γ^(u−t)·r_u, r_u: ``token_rewards.py`` (in the preset with the KL
-inside); μ and σ² (the unbiased one) over all tokens of the step. The loss is GRPO's.
+A_t = (G_t − μ) / sqrt(σ² + 1e-8), G_t = Σ_{u≥t} γ^(u−t)·r_u, r_u: ``token_rewards.py`` (the preset includes the KL); μ
+and unbiased σ² over all tokens of the step. The loss is GRPO's.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, 
 
 
 def estimate(step: StepInput, config: ReinforcePPConfig) -> Estimate:
-    """See the file's head. Returns that are all one have A exactly 0."""
+    """Return advantages by the module's docstring. Equal returns have A exactly 0."""
     rewards, kept, cu_seqlens, metrics = token_rewards("reinforce_pp", step, config)
     following = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(len(kept.lengths)))
     return Estimate(spread_out(whitened(following, kept), step.mask), None, metrics)
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """See the file's head."""
+    """Return GRPO's loss."""
     return surrogate.clipped("reinforce_pp", batch, config)
 
 

@@ -1,7 +1,7 @@
-"""REINFORCE++-baseline (2501.03262): the group's mean is subtracted, then everything is whitened over the global batch.
+"""REINFORCE++-baseline (2501.03262): subtract the group's mean, then whiten over the global batch.
 
 a_i = r_i − mean of its group
-A_i = (a_i − μ) / sqrt(σ² + 1e-8), μ and σ² (the unbiased one) over all tokens of the step, each having its response's a
+A_i = (a_i − μ) / sqrt(σ² + 1e-8), μ and unbiased σ² over all tokens of the step; each token has its response's a
 The loss is GRPO's, with the k2 estimator in the preset.
 """
 
@@ -20,13 +20,12 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 
 def advantage(reward: float, stats: GroupStats, config: AlgorithmConfig) -> float:
-    """Before whitening. A group of one has a = r, an all-equal group exactly 0."""
+    """Return a, before whitening; r in a group of one, exactly 0 in an all-equal group."""
     return centred(reward, stats)
 
 
 def whiten(values: Sequence[float], tokens: Sequence[int], config: AlgorithmConfig) -> list[float]:
-    """Float64, the same for every order of rows. Values that are all one (of rows that have tokens) become exactly
-    0."""
+    """Whiten in float64, independent of the order of rows. Equal values (of rows with tokens) become exactly 0."""
     number = sum(tokens)
     known = [(a, n) for a, n in zip(values, tokens, strict=True) if n]
     if len({a for a, _ in known}) <= 1:
@@ -38,7 +37,7 @@ def whiten(values: Sequence[float], tokens: Sequence[int], config: AlgorithmConf
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """See the file's head."""
+    """Return GRPO's loss."""
     return surrogate.clipped("reinforce_pp_baseline", batch, config)
 
 

@@ -1,7 +1,7 @@
-"""ReMax (2310.10505): REINFORCE whose baseline is the reward of the prompt's greedy answer; no critic, no group.
+"""ReMax (2310.10505): REINFORCE with the reward of the prompt's greedy response as baseline; no critic, no group.
 
 A_t = Σ_{u≥t} γ^(u−t)·r_u − r(greedy), r_u: ``token_rewards.py``; with γ = 1 and the KL in the loss it is r − r(greedy).
-``whiten_advantages``: to mean 0 and variance 1 over the step's tokens. The loss is GRPO's.
+``whiten_advantages`` scales A to mean 0 and variance 1 over the step's tokens. The loss is GRPO's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, 
 
 
 def estimate(step: StepInput, config: ReMaxConfig) -> Estimate:
-    """See the file's head. Raises ConfigError without greedy rewards."""
+    """Return advantages by the module's docstring. Raises ConfigError without greedy rewards."""
     if step.greedy is None:
         raise ConfigError("remax needs the reward of each prompt's greedy answer; the explorer must ask for it")
     rewards, kept, cu_seqlens, metrics = token_rewards("remax", step, config)
@@ -30,7 +30,7 @@ def estimate(step: StepInput, config: ReMaxConfig) -> Estimate:
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """See the file's head."""
+    """Return GRPO's loss."""
     return surrogate.clipped("remax", batch, config)
 
 

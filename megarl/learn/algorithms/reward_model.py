@@ -1,8 +1,7 @@
 """A reward model from preferences (Bradley and Terry, 1952; InstructGPT, 2203.02155).
 
-loss = −log σ(s_chosen − s_rejected − margin), the mean over pairs; the margin (Llama 2, 2307.09288) is 0 where none is
-given.
-s: what a scalar head gives at the last token of prompt and answer. float64 inside.
+loss = −log σ(s_chosen − s_rejected − margin), mean over pairs; the margin (Llama 2, 2307.09288) defaults to 0.
+s: output of a scalar head at the last token of prompt and response. Computed in float64.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 
 def bradley_terry(scores: torch.Tensor, counted: torch.Tensor, margin: torch.Tensor | None = None) -> Loss:
-    """Sum over pairs.
+    """Return the sum over pairs.
 
     Args:
-        scores: float [2P], with gradient: chosen and rejected in turn.
-        counted: bool [P]; what the others' scores and margins are does not matter, NaN included.
+        scores: float [2P], with gradient: chosen and rejected alternating.
+        counted: bool [P]; scores and margins of other pairs are ignored, even NaN.
         margin: float [P].
     """
     chosen, rejected = (terms.masked(x, counted) for x in pairs.split(scores.double()))
@@ -35,7 +34,7 @@ def bradley_terry(scores: torch.Tensor, counted: torch.Tensor, margin: torch.Ten
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """See the file's head. Raises ConfigError without scores."""
+    """Return the loss in the module's docstring. Raises ConfigError without scores."""
     if batch.scores is None:
         raise ConfigError(
             f"{config.name} needs the scores of a model with a scalar head; the trainer must build that model"

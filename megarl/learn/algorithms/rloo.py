@@ -1,8 +1,8 @@
 """RLOO (2402.14740): REINFORCE with the mean of the group's other rewards as baseline.
 
 A_i = r_i − mean_{j≠i} r_j = (r_i − mean)·n / (n − 1) in a group of n, the same for every token of response i.
-The loss is GRPO's. At ρ = 1, on policy, its gradient is REINFORCE's, −A·∇logp; the KL is a term of the loss here, where
-the paper has it in the reward.
+The loss is GRPO's. At ρ = 1 (on policy) its gradient is REINFORCE's, −A·∇logp. The KL is a term of the loss here; the
+paper subtracts it from the reward.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 
 def advantage(reward: float, stats: GroupStats, config: AlgorithmConfig) -> float:
-    """A group of one has A = r, an all-equal group exactly 0."""
+    """Return A; r in a group of one, exactly 0 in an all-equal group."""
     return centred(reward, stats) * (stats.size / max(1, stats.size - 1))
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """See the file's head."""
+    """Return GRPO's loss."""
     return surrogate.clipped("rloo", batch, config)
 
 

@@ -8,7 +8,7 @@ from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """Negative log-likelihood of the demonstrated tokens."""
+    """Return the negative log-likelihood of the demonstrated tokens."""
     mask = batch.mask
     weights = terms.token_weights(mask, batch.row, batch.num_rows, config, share=batch.share, dtype=batch.logp.dtype)
     count = terms.denominator(mask, batch.row, batch.num_rows, config)

@@ -1,8 +1,8 @@
-"""An algorithm: one value made of pure functions. The trainer computes what ``needs`` lists, nothing else.
+"""An algorithm: one value made of pure functions. The trainer computes only what ``needs`` lists.
 
-Shape legend: T tokens of a micro-batch or of a step, flat; ``row`` (or ``cu_seqlens``) maps each to its sequence
-to, so padded and packed batches look the same. N sequences of a step. K parts of a loss with a global denominator each.
-A rank may hold n of a step's N sequences; then T are the positions of these.
+Shape legend: T tokens of a micro-batch or of a step, flat; ``row`` (or ``cu_seqlens``) maps each to its sequence, so
+padded and packed batches look the same. N sequences of a step. K parts of a loss with a global denominator each. A rank
+may hold n of a step's N sequences; then T are the positions of these.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ ROLES = frozenset({"actor", "critic", "reference", "reward", "teacher"})
 
 @dataclass(frozen=True)
 class LossInput:
-    """Flat tokens of one micro-batch; what the algorithm does not need may be None."""
+    """Flat tokens of one micro-batch; fields that the algorithm does not need may be None."""
 
     logp: torch.Tensor
-    """float [T], of the weights being trained, with gradient. (Of a model that gives scores: 0, see ``scores``.)"""
+    """float [T], log-probs of the weights in training, with gradient. (0 for a scoring model, see ``scores``.)"""
     entropy: torch.Tensor | None
     """float [T], with gradient."""
     old_logp: torch.Tensor | None
-    """float [T], by the trainer with the weights that the update starts from (never the engine's)."""
+    """float [T], by the trainer with the update's starting weights (never the engine's)."""
     ref_logp: torch.Tensor | None
     """float [T], of the reference model."""
     advantages: torch.Tensor | None
     """float [T]."""
     mask: torch.Tensor
-    """bool [T]; what the other tensors hold where it is False does not matter, NaN included."""
+    """bool [T]; other tensors' values are ignored where it is False, even NaN."""
     row: torch.Tensor
-    """int64 [T], sequence number within the micro-batch, 0 .. num_rows-1, never decreasing. With ``pairs`` in the
-    needs, rows 2i and 2i+1 are the chosen and the rejected answer of pair i."""
+    """int64 [T], sequence number within the micro-batch, 0 .. num_rows-1, never decreasing. If ``needs`` has ``pairs``,
+    rows 2i and 2i+1 are the chosen and the rejected response of pair i."""
     num_rows: int
     engine_logp: torch.Tensor | None = None
-    """float [T], of the engine that sampled the tokens: for ``correction`` alone, never in the place of
-    ``old_logp``. Of expert rows the teacher's, with ``expert_loss=off_policy``."""
+    """float [T], by the engine that sampled the tokens: only for ``correction``, never instead of ``old_logp``. For
+    expert rows the teacher's, with ``expert_loss=off_policy``."""
     expert: torch.Tensor | None = None
-    """bool [num_rows]: rows that were demonstrated, not sampled (mix)."""
+    """bool [num_rows]: True for demonstrated rows (mix)."""
     scores: torch.Tensor | None = None
-    """float [num_rows], with gradient: what a scalar head gives at each row's last token (reward_model)."""
+    """float [num_rows], with gradient: output of a scalar head at each row's last token (reward_model)."""
     share: torch.Tensor | None = None
-    """float64 [num_rows]: share of each row in the kept tokens of its trajectory; None where each trajectory is one
+    """float64 [num_rows]: share of each row in the kept tokens of its trajectory; None if each trajectory is one
     row."""
     first: torch.Tensor | None = None
-    """bool [num_rows]: the first row of each trajectory that has a kept token; None as ``share``."""
+    """bool [num_rows]: True for the first row with a kept token of each trajectory; None like ``share``."""
     margin: torch.Tensor | None = None
-    """float [num_rows / 2]: by how much the chosen answer of each pair is known to be better (reward_model)."""
+    """float [num_rows / 2]: known margin by which each pair's chosen response is better (reward_model)."""
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -83,46 +83,44 @@ class Loss(NamedTuple):
 
     @property
     def totals(self) -> torch.Tensor:
-        """[K]."""
+        """``total`` as [K]."""
         return self.total.reshape(-1)
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """Sequences of a step, prompts included: all N in what a response has, those n that this rank holds in what tokens
-    have. What is reduced over tokens of the step goes through ``together`` (``kept``), so nothing depends on how rows
-    are split."""
+    """Sequences of a step, prompts included. Values per response cover all N, values per token the n that this rank
+    holds. Reductions over tokens go through ``together`` (``kept``), so results do not depend on how rows are split."""
 
     rewards: torch.Tensor
     """float64 [N]"""
     stats: Sequence[GroupStats]
-    """[N], of each reward's whole group."""
+    """[N], statistics of each reward's whole group."""
     cu_seqlens: torch.Tensor
     """int64 [n + 1]: held sequence i is positions ``cu_seqlens[i] .. cu_seqlens[i + 1]``."""
     mask: torch.Tensor
-    """bool [T]; a position is True where its next token is in the loss. What the rest holds does not matter, NaN
-    included."""
+    """bool [T]; True if the next token is in the loss. Values at other positions are ignored, even NaN."""
     tokens: torch.Tensor
-    """int64 [N]: tokens of each sequence that are in the loss."""
+    """int64 [N]: number of each sequence's tokens in the loss."""
     old_logp: torch.Tensor | None = None
-    """float32 [T], as ``ref_logp`` and ``values``."""
+    """float32 [T], like ``ref_logp`` and ``values``."""
     ref_logp: torch.Tensor | None = None
     teacher_logp: torch.Tensor | None = None
     """By the teacher of each sequence; 0 where it has none."""
     values: torch.Tensor | None = None
-    """The critic's value of the state that each position's next token is chosen in."""
+    """The critic's value of the state before each position's next token."""
     bootstrap: torch.Tensor | None = None
-    """float32 [n], value after the last token of a cut sequence, 0 for a finished one; None for zeros."""
+    """float32 [n], value after the last token of a truncated sequence, 0 for a finished one; None for zeros."""
     greedy: torch.Tensor | None = None
-    """float64 [N], reward of the greedy answer to each sequence's prompt."""
+    """float64 [N], reward of the greedy response to each sequence's prompt."""
     teacher_weights: torch.Tensor | None = None
     """float64 [N], ``weight`` of each sequence's teacher; 0 where it has none."""
     expert: torch.Tensor | None = None
-    """bool [N], demonstrated rows: they have no reward, and advantages of 0."""
+    """bool [N], True for demonstrated rows: they have no reward, and advantages of 0."""
     own: torch.Tensor | None = None
-    """int64 [n], ascending: numbers of the sequences that this rank holds; None if it holds all."""
+    """int64 [n], ascending: indices of the sequences that this rank holds; None if it holds all."""
     together: Together = alone
-    """Puts values of held sequences together for all of the step."""
+    """Gathers values of held sequences into values of the whole step."""
 
     @property
     def num_rows(self) -> int:
@@ -131,16 +129,16 @@ class StepInput:
 
     @property
     def row(self) -> torch.Tensor:
-        """int64 [T]: held sequence (0 .. n-1) of each position."""
+        """int64 [T]: index of the held sequence (0 .. n-1) of each position."""
         return torch.repeat_interleave(self.cu_seqlens.diff(), output_size=self.mask.numel())
 
     @property
     def kept(self) -> Tokens:
-        """Tokens in the loss, to be reduced over the whole step."""
+        """Tokens in the loss, for reductions over the whole step."""
         return Tokens(self.mask, self.cu_seqlens.diff(), self.together)
 
     def held(self, values: torch.Tensor) -> torch.Tensor:
-        """[n] of the held sequences, of ``values`` [N] of all."""
+        """Select the held sequences' [n] from ``values`` [N] of all."""
         return values if self.own is None else values[self.own]
 
 
@@ -150,7 +148,7 @@ class Estimate(NamedTuple):
     advantages: torch.Tensor
     """float32 [T]"""
     returns: torch.Tensor | None
-    """float32 [T], what the critic learns; None without one."""
+    """float32 [T], the critic's targets; None without a critic."""
     metrics: dict[str, float]
     """verl's name -> value of the whole step, the same on every rank."""
 
@@ -161,7 +159,7 @@ C = TypeVar("C", bound=AlgorithmConfig)
 
 @dataclass(frozen=True)
 class Algorithm(Generic[C]):
-    """See the file's head. C: the settings that its functions read (``config/algorithms.py``)."""
+    """One algorithm. C: the settings that its functions read (``config/algorithms.py``)."""
 
     name: str
     source: str
@@ -169,32 +167,32 @@ class Algorithm(Generic[C]):
     roles: frozenset[str]
     """Members of ``ROLES``."""
     needs: frozenset[str]
-    """Members of ``NEEDS``. old_logp, ref_logp, teacher_logp, advantages, values; ``kl``: ref_logp where ``kl.coef`` is
-    not 0; ``group``: at least two answers to a task, to be compared with each other; ``pairs``: rows of a micro-batch
-    are (chosen, rejected) in turn; ``greedy``: the reward of each prompt's greedy answer; ``expert``: demonstrated rows
-    beside the sampled ones."""
+    """Members of ``NEEDS``. old_logp, ref_logp, teacher_logp, advantages, values; ``kl``: ref_logp if ``kl.coef`` is
+    not 0; ``group``: at least two responses per task, to compare; ``pairs``: rows of a micro-batch are chosen and
+    rejected, alternating; ``greedy``: the reward of each prompt's greedy response; ``expert``: demonstrated rows
+    too."""
     advantage: Callable[[float, GroupStats, C], float] | None
     """(reward, statistics of its whole group, settings) -> the advantage of every token of the response."""
     count: Count
-    """(mask [T], row [T], num_rows, settings) -> this micro-batch's share of the global denominator, scalar or [K].
-    With ``expert`` in the needs a fifth argument, bool [num_rows], follows. Unless ``aggregation`` is token_mean, the
-    mask has of a trajectory of several rows the first alone: rows with a kept token are trajectories."""
+    """(mask [T], row [T], num_rows, settings) -> this micro-batch's share of the global denominator, scalar or [K]. If
+    ``needs`` has ``expert``, a fifth argument follows, bool [num_rows]. Unless ``aggregation`` is token_mean, the mask
+    keeps only a trajectory's first row, so that rows with a kept token are trajectories."""
     loss: Callable[[LossInput, C], Loss]
     finish_advantages: Callable[[Sequence[float], Sequence[int], C], list[float]] | None = None
-    """(advantages of all responses of a step, their numbers of tokens in the loss, settings) -> what is trained with.
-    Every rank knows the whole step, so nothing depends on how rows are split."""
+    """(advantages of all responses of a step, their token counts in the loss, settings) -> final advantages. Every rank
+    has the whole step, so the result does not depend on how rows are split."""
     restarts_optimizer: bool = False
-    """True if the optimizer's moments are forgotten at the start of each step, before its first update."""
+    """True if the optimizer's moments are reset at the start of each step, before its first update."""
     estimate: Callable[[StepInput, C], Estimate] | None = None
-    """Replacement of ``advantage`` where tokens of a response differ, or need more than its reward."""
+    """Replaces ``advantage`` if tokens of a response differ, or need more than its reward."""
     shares: bool = False
-    """True if ``estimate`` may be given a part of the step's sequences: it reduces over tokens of the step by
-    ``StepInput.kept`` or ``together`` alone. Otherwise every rank holds the whole step."""
+    """True if ``estimate`` accepts a part of the step's sequences: it reduces over tokens only by ``StepInput.kept`` or
+    ``together``. Otherwise every rank holds the whole step."""
     offline: bool = False
     """Trains on rows of a file, without rollouts."""
     choose_pairs: Callable[[Sequence[float], C], list[tuple[int, int]]] | None = None
-    """Choice of pairs, with ``pairs`` and rollouts: (rewards of one whole group, settings) -> (chosen, rejected)
-    positions within the group."""
+    """Chooses pairs of sampled responses: (rewards of a whole group, settings) -> (chosen, rejected) positions in the
+    group."""
 
     @property
     def whole_step(self) -> bool:
@@ -206,12 +204,12 @@ class Algorithm(Generic[C]):
         return "ref_logp" in self.needs_with(config)
 
     def needs_with(self, config: C) -> frozenset[str]:
-        """``needs`` with these settings: ``ref_logp`` or nothing in the place of ``kl``."""
+        """Return ``needs`` with ``kl`` replaced: by ``ref_logp`` with these settings, or by nothing."""
         return self.needs - {"kl"} | ({"ref_logp"} if "kl" in self.needs and config.kl.coef != 0.0 else set())
 
     def advantages(self, rewards: Sequence[tuple[float, GroupStats]], tokens: Sequence[int], config: C) -> list[float]:
-        """Return the advantages of all responses of a step, from their rewards with the statistics of their groups,
-        their numbers of tokens in the loss."""
+        """Return the advantages of all responses of a step, from their rewards and group statistics, and their numbers
+        of tokens in the loss."""
         assert self.advantage is not None, f"algorithm {self.name} has no advantages of whole responses"
         values = [self.advantage(reward, stats, config) for reward, stats in rewards]
         return values if self.finish_advantages is None else self.finish_advantages(values, tokens, config)
@@ -221,7 +219,7 @@ class Algorithm(Generic[C]):
         ``finish_advantages``. Every rank calls it.
 
         Raises:
-            ConfigError: ``kl.place=reward`` with advantages of whole responses, which know no token's reward.
+            ConfigError: ``kl.place=reward`` with one advantage per response, which has no reward per token.
         """
         assert step.own is None or not self.whole_step, f"the estimate of {self.name} must be given the whole step"
         if self.estimate is not None:

@@ -17,7 +17,7 @@ from megarl.learn.algorithms.types import NEEDS, ROLES, Algorithm, Estimate, Los
 
 
 def load(path: str) -> Algorithm:
-    """``ALGORITHM`` of a file. Raises ConfigError naming what the file lacks."""
+    """Load ``ALGORITHM`` from a file. Raises ConfigError that names what is missing."""
     where = f"algorithm.name={path}"
     algorithm = import_value(path, "algorithm.name", "ALGORITHM", Algorithm)
     given = [
@@ -36,10 +36,10 @@ def load(path: str) -> Algorithm:
 
 
 def try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) -> None:
-    """Advantages of a group and the loss of one ``token``: faults of settings and inputs are reported before launch.
+    """Compute a group's advantages and the loss of one ``token``, to report faults of settings and inputs early.
 
     Raises:
-        ConfigError: of the algorithm itself, or with what went wrong in a user's file and where.
+        ConfigError: from the algorithm itself, or with the error and its place in a user's file.
     """
     path = config.name if config.name.endswith(".py") else None
     try:
@@ -87,7 +87,7 @@ def _try_out(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) ->
 
 
 def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
-    """Raise ConfigError for settings that contradict each other whatever the algorithm computes."""
+    """Raise ConfigError for settings that contradict each other for any algorithm."""
     kl = config.kl
     if kl.place == "reward" and algorithm.estimate is None:
         raise ConfigError(
@@ -132,7 +132,7 @@ def check_settings(algorithm: Algorithm, config: AlgorithmConfig) -> None:
 
 
 def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
-    """Two answers of one group, with 3 and 5 tokens of which the second has one masked out."""
+    """Compute advantages of a group of two responses, with 3 and 5 tokens; the second has one token masked."""
     if "advantages" not in algorithm.needs:
         return
     group = GroupStats(0.5, 0.5**0.5, 2)
@@ -194,11 +194,11 @@ def _try_share(
     result: Estimate,
     whole: list[torch.Tensor],
 ) -> None:
-    """The same for a rank that holds answer ``number`` alone.
+    """Repeat the estimate for a rank that holds only response ``number``.
 
     Args:
-        result: Of the rank that holds both.
-        whole: What it has put together, in order.
+        result: Estimate of a rank that holds both.
+        whole: Values that this rank gathered, in order.
     """
     assert algorithm.estimate is not None, "algorithms without one have nothing to share"
     place, others = slice(*step.cu_seqlens[number : number + 2].tolist()), iter(whole)
@@ -236,7 +236,7 @@ def _not_shared(name: str) -> str:
 
 
 def _two_rows(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) -> LossInput:
-    """``token`` twice, as two sequences, with what the algorithm needs and nothing else."""
+    """Return ``token`` twice, as two sequences, with only the fields that the algorithm needs."""
     twice = [0, 0]
     given: dict[str, Any] = {}
     for name in ("old_logp", "ref_logp", "advantages"):

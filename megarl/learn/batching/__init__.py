@@ -1,4 +1,4 @@
-"""Samples and demonstrations to equal numbers of equally shaped micro-batches on every data-parallel rank."""
+"""Batching of samples and demonstrations: equally many micro-batches of equal shape on every data-parallel rank."""
 
 from megarl.learn.batching.micro import MicroBatch, dealt, micro_batches
 from megarl.learn.batching.packing import MicroBatching

@@ -1,4 +1,4 @@
-"""Images of a step's sequences: where their vectors stand among the tokens, and the positions of all tokens.
+"""Images of a step's sequences: the places of their vectors among the tokens, and the positions of all tokens.
 
 Shape legend: T positions of a step; L of one sequence; b rows and S positions of a micro-batch; p patches of an image,
 w numbers of a patch.
@@ -17,7 +17,7 @@ import torch
 from megarl.core.errors import DataError
 
 Grid = tuple[int, int, int]
-"""Patches of an image: in time (1), in each column, in each row."""
+"""Patches of an image: (in time, always 1; in each column; in each row)."""
 
 
 class Image(NamedTuple):
@@ -27,7 +27,7 @@ class Image(NamedTuple):
 
 
 class ImagePlace(NamedTuple):
-    """Positions ``start .. start + vectors`` of a step, which have the vectors of an image."""
+    """Positions ``start .. start + vectors`` of a step, which an image's vectors fill."""
 
     image: Image
     start: int
@@ -36,29 +36,29 @@ class ImagePlace(NamedTuple):
 
 @dataclass(frozen=True)
 class Vision:
-    """Facts of a family that places and positions depend on."""
+    """Facts of a model family that determine places and positions."""
 
     token: int
     """Id of the placeholder of one vector."""
     merge: int
-    """Patches on each side of what becomes one vector."""
+    """Patches on each side of the square that becomes one vector."""
 
     def vectors(self, image: Image) -> int:
-        """Vectors of an image among the tokens."""
+        """Return the number of vectors of an image among the tokens."""
         time, rows, columns = image.grid
         return time * rows * columns // self.merge**2
 
     def places(
         self, tokens: torch.Tensor, images: Sequence[Image], start: int = 0, owner: str = "a sequence"
     ) -> tuple[ImagePlace, ...]:
-        """Places of images, which are in order; placeholders after the last are ordinary tokens.
+        """Return the places of images, in order; placeholders after the last image are ordinary tokens.
 
         Args:
             tokens: int [L]; placeholders expanded, one for each vector.
             start: First position of the tokens.
             owner: Name of their sequence.
 
-        Raises DataError where the tokens have no such run of placeholders for an image.
+        Raises DataError if the tokens lack a run of placeholders of the right length for an image.
         """
         if not images:
             return ()
@@ -79,8 +79,8 @@ class Vision:
         return tuple(found)
 
     def positions(self, length: int, places: Sequence[ImagePlace], start: int = 0) -> torch.Tensor:
-        """int32 [3, L]: each token's time, row and column (M-RoPE, arXiv:2409.12191); the vectors of an image have
-        those of its grid, tokens after it begin behind the largest of them."""
+        """Return int32 [3, L]: each token's time, row and column (M-RoPE, arXiv:2409.12191). An image's vectors have
+        its grid positions; the next token's position follows the largest of them."""
         parts, at, begin = [], 0, 0
         for image, first, vectors in places:
             text = first - start - at
@@ -104,7 +104,7 @@ class Images:
     places: tuple[tuple[ImagePlace, ...], ...]
     """Places of each sequence's images."""
     pixels: Callable[[str], torch.Tensor]
-    """Digest of an image -> float32 [p, w]: its patches, as the model's processor makes them."""
+    """Digest of an image -> float32 [p, w]: its patches from the model's processor."""
 
     @property
     def nbytes(self) -> int:
@@ -112,18 +112,18 @@ class Images:
         return self.positions.nbytes
 
     def patches(self, number: int) -> int:
-        """Patches of the images of sequence ``number``."""
+        """Return the number of image patches of sequence ``number``."""
         return sum(math.prod(place.image.grid) for place in self.places[number])
 
     @classmethod
     def of_text(cls, lengths: torch.Tensor) -> Images:
-        """Those of sequences of text of these lengths: none."""
+        """Make the value for text sequences of these lengths: no images."""
         positions = torch.cat([torch.arange(length) for length in (0, *lengths.tolist())]).to(torch.int32)
         none: dict[str, torch.Tensor] = {}
         return cls(positions.expand(3, -1), ((),) * len(lengths), none.__getitem__)
 
     def followed_by(self, later: Images) -> Images:
-        """The images of a batch that goes on with that of ``later``."""
+        """Return the images of a batch that is extended by the batch of ``later``."""
         start, own = self.positions.shape[1], {place.image.digest for found in self.places for place in found}
         moved = (tuple(place._replace(start=place.start + start) for place in found) for found in later.places)
 
@@ -133,11 +133,11 @@ class Images:
         return Images(torch.cat([self.positions, later.positions], dim=1), (*self.places, *moved), pixels)
 
     def of(self, numbers: torch.Tensor, index: torch.Tensor) -> Shown | None:
-        """The images of a micro-batch; None where it has none.
+        """Return the images of a micro-batch; None if it has none.
 
         Args:
-            numbers: int64 [n]: its sequences.
-            index: int64 [b, S]: position of the step that stands here; -1 is padding.
+            numbers: int64 [n]: indices of its sequences.
+            index: int64 [b, S]: source position in the step; -1 for padding.
         """
         places = [place for number in numbers.tolist() for place in self.places[number]]
         if not places:
@@ -153,18 +153,18 @@ class Images:
         return Shown(source, pixels, torch.tensor([image.grid for image in images]))
 
     def positions_of(self, index: torch.Tensor, padding: torch.Tensor) -> torch.Tensor:
-        """int64 [3, b, S] of a micro-batch's ``index`` [b, S]; ``padding`` [b, S]: positions where that is -1."""
+        """Return int64 [3, b, S] for a micro-batch's ``index`` [b, S]; ``padding`` [b, S]: values where it is -1."""
         return torch.where(index < 0, padding, self.positions[:, index.clamp(min=0)].long())
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The images of a micro-batch, as a model takes them."""
+    """The images of a micro-batch, as model input."""
 
     source: torch.Tensor
-    """int64 [b, S]: which of the images' vectors stands here; -1 where a token does."""
+    """int64 [b, S]: index of the image vector at this position; -1 for a token."""
     pixels: torch.Tensor
-    """float32 [p, w] of all images, each once."""
+    """float32 [p, w] of all distinct images."""
     grids: torch.Tensor
     """int64 [n, 3]"""
 
@@ -180,8 +180,8 @@ def images_of(
     """Find the images of a step's sequences in their tokens [T]. Raises DataError as ``Vision.places``.
 
     Args:
-        images: (first token, token after the last, images) of each part of a sequence that has some.
-        name: Gives the name of a sequence, by its number.
+        images: (first token, token after the last, images) of each part of a sequence with images.
+        name: Returns the name of a sequence, given its number.
     """
     places, positions, start = [], [], 0
     for number, (length, own) in enumerate(zip(lengths.tolist(), images, strict=True)):

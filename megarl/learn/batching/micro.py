@@ -1,8 +1,8 @@
-"""Micro-batches as a model takes them: where in a rank's ``Sequences`` each of its positions comes from.
+"""Micro-batches as model input: the source of each position in a rank's ``Sequences``.
 
-Shape legend: b rows, S positions of a row (all ranks of a context-parallel group together), n sequences in the
-micro-batch. A packed micro-batch has b = 1 and its sequences one after the other; the padding at its end makes short
-sequences of its own, because attention takes the square of a length.
+Shape legend: b rows, S positions of a row (over all ranks of a context-parallel group), n sequences in the micro-batch.
+A packed micro-batch has b = 1 and its sequences one after the other. Its padding forms short separate sequences,
+because attention costs the square of a length.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.learn.batching.sequences import IGNORED, Sequences
 from megarl.learn.batching.zigzag import share_rows
 
 FILLER = 64
-"""Most tokens of a sequence of padding (a multiple of 2·cp that is at least 2·cp)."""
+"""Maximum tokens of a padding sequence (rounded to a multiple of 2·cp, at least 2·cp)."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,25 @@ class MicroBatch:
     position: torch.Tensor
     """int64 [b, S]: position within the sequence."""
     row: torch.Tensor
-    """int64 [b, S]: which of the micro-batch's sequences; -1 is padding."""
+    """int64 [b, S]: index of the sequence within the micro-batch; -1 is padding."""
     numbers: torch.Tensor
-    """int64 [n]: which of the rank's sequences these are."""
+    """int64 [n]: indices of these sequences within the rank's."""
     cu_seqlens: torch.Tensor | None
-    """int32: where each sequence begins and ends, padding included; None where every row is one sequence."""
+    """int32: boundaries of the sequences, padding included; None if every row is one sequence."""
     max_seqlen: int
 
     def take(self, values: torch.Tensor, fill: float | int | bool = 0) -> torch.Tensor:
-        """[T] -> [b, S], padding filled."""
+        """Gather values: [T] -> [b, S], padding set to ``fill``."""
         return values[self.index.clamp(min=0)].masked_fill(self.index < 0, fill)
 
     def targets(self, sequences: Sequences) -> torch.Tensor:
-        """[b, S]: the next token where it is in the loss, ``IGNORED`` elsewhere."""
+        """[b, S]: the next token if it is in the loss, else ``IGNORED``."""
         following = sequences.tokens[(self.index.clamp(min=0) + 1) % len(sequences.tokens)]
         return following.masked_fill(~self.take(sequences.mask, False), IGNORED)
 
     def shares(self, cp: int) -> torch.Tensor:
-        """int64 [cp, S / cp]: the columns of each context-parallel rank. Of every sequence rank r has the pieces r and
-        2·cp-1-r of 2·cp equal ones, so that causal attention takes each rank equally long."""
+        """int64 [cp, S / cp]: the columns of each context-parallel rank. Of every sequence rank r has pieces r and
+        2·cp-1-r of 2·cp equal pieces, so that causal attention costs each rank the same time."""
         width = self.index.shape[1]
         if cp == 1:
             return torch.arange(width)[None]
@@ -55,7 +55,7 @@ class MicroBatch:
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """Micro-batches that exist one at a time: 24 bytes a position each, made again whenever one is asked for."""
+    """Micro-batches made on each access: they take 24 bytes a position, so only one exists at a time."""
 
     def __init__(self, chunks: Sequence[list[int]], make: Callable[[list[int]], MicroBatch]) -> None:
         self._chunks, self._make = chunks, make
@@ -74,11 +74,11 @@ class MicroBatches(Sequence[MicroBatch]):
 def micro_batches(
     sequences: Sequences, micro_batching: MicroBatching, rank: int, units: Sequence[Sequence[int]] | None = None
 ) -> MicroBatches:
-    """The micro-batches of data-parallel rank ``rank``; all ranks have equally many, all of one shape.
+    """Make the micro-batches of data-parallel rank ``rank``; all ranks have equally many, of one shape.
 
     Args:
-        units: numbers of the step's sequences that go through the model together (pairs), and of no others; None takes
-            each by itself.
+        units: Indices of the step's sequences that must share a micro-batch (pairs); other sequences are omitted. None
+            makes each sequence a unit.
 
     Raises:
         ValueError: a unit is longer than ``micro_batching.max_tokens``.
@@ -104,12 +104,12 @@ def dealt(
     units: Sequence[Sequence[int]] | None = None,
     patches: Sequence[int] | None = None,
 ) -> list[list[list[int]]]:
-    """Numbers of the step's sequences in each micro-batch of each data-parallel rank: ``[dp_rank][micro-batch]``.
+    """Return indices of the step's sequences in each micro-batch: ``[dp_rank][micro-batch][sequence]``.
 
     Args:
-        lengths: [N], of all sequences of the step.
-        units: As ``micro_batches`` takes them.
-        patches: [N]; None where there are no images.
+        lengths: [N], lengths of all sequences of the step.
+        units: As in ``micro_batches``.
+        patches: [N]; None without images.
 
     Raises ValueError as ``micro_batches``.
     """
@@ -122,8 +122,8 @@ def dealt(
 
 
 def _width(longest: int, micro_batching: MicroBatching) -> int:
-    """Each rank's share of the positions is a multiple of what cuts it, and has two pieces where context is
-    parallel."""
+    """Round the width up: each rank's share is a multiple of its divisors, and has two pieces with context
+    parallelism."""
     unit = micro_batching.multiple * micro_batching.cp * (2 if micro_batching.cp > 1 else 1)
     return max(longest, 1) + -max(longest, 1) % unit
 

@@ -1,10 +1,10 @@
-"""Choice of the sequences that go through a model together: equal numbers of chunks on every data-parallel rank. Pure
+"""Choice of the sequences that share a micro-batch, with equally many chunks on every data-parallel rank. Pure
 functions of lengths.
 
-Packed (DeepSeek-R1's way, 2501.12948): sequences are sorted by length and put by best fit into chunks of at most so
-many tokens; chunks are dealt to the ranks so that attention, which grows with the square of a length, takes each about
-as long. Where ranks would get unequal numbers, the sequences are spread over more chunks; a rank is left without work
-only when there are too few.
+Packing as in DeepSeek-R1 (2501.12948): sequences are sorted by length and put by best fit into chunks with a token
+limit. Chunks are dealt to the ranks so that attention, quadratic in a length, takes each rank about equally long. If
+ranks would get unequal numbers, the sequences are spread over more chunks. A rank is idle only if there are too few
+sequences.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Chunk = list[int]
-"""Numbers of the units in one micro-batch."""
+"""Indices of the units in one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -25,26 +25,26 @@ class MicroBatching:
     dp: int = 1
     cp: int = 1
     multiple: int = 1
-    """The tokens of a micro-batch are a multiple of this on each rank (sequence parallelism cuts them)."""
+    """Divisor of a micro-batch's tokens on each rank (sequence parallelism splits them)."""
     chunks: int = 1
-    """The number of micro-batches is a multiple of this (interleaved pipelines take them in turns)."""
+    """Divisor of the number of micro-batches (interleaved pipelines process them in turns)."""
     max_tokens: int | None = None
-    """Most tokens of a packed micro-batch; None pads every sequence to the longest, ``rows`` at a time."""
+    """Maximum tokens of a packed micro-batch; None pads sequences to the longest, ``rows`` per micro-batch."""
     rows: int = 1
     max_patches: int | None = None
-    """Most patches of the images of a packed micro-batch, those of each sequence counted; None is no limit."""
+    """Maximum image patches of a packed micro-batch, counting each sequence's images; None means no limit."""
 
     def padded(self, length: int) -> int:
-        """Positions that a sequence takes: context parallelism cuts it into 2·cp equal pieces."""
+        """Return the positions that a sequence occupies: context parallelism splits it into 2·cp equal pieces."""
         piece = 2 * self.cp if self.cp > 1 else 1
         return length + -length % piece
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[Chunk]:
-    """Best-fit decreasing: each item, the largest first, into the fullest chunk that still has room for it.
+    """Pack by best-fit decreasing: put each item, largest first, into the fullest chunk with room for it.
 
-    At most 11/9 of the least possible number of chunks, + 1 (Johnson, 1973); O(n log n). Raises ValueError for an item
-    that is larger than a chunk.
+    Uses at most 11/9 of the minimum number of chunks, + 1 (Johnson, 1973); O(n log n). Raises ValueError for an item
+    larger than a chunk.
     """
     chunks: list[Chunk] = []
     room: list[tuple[int, int]] = []  # (free, chunk), sorted
@@ -61,8 +61,8 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[Chunk]:
 
 
 def spread(sizes: Sequence[int], number: int) -> list[Chunk]:
-    """Longest first, each into the emptiest of ``number`` chunks (Graham, 1969): the fullest has at most 4/3 of the
-    least possible."""
+    """Spread items, longest first, each into the emptiest of ``number`` chunks (Graham, 1969): the fullest has at most
+    4/3 of the minimum."""
     chunks: list[Chunk] = [[] for _ in range(number)]
     heap = [(0, chunk) for chunk in range(number)]
     for item in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
@@ -75,19 +75,19 @@ def spread(sizes: Sequence[int], number: int) -> list[Chunk]:
 def deal(
     lengths: Sequence[Sequence[int]], micro_batching: MicroBatching, patches: Sequence[int] | None = None
 ) -> list[list[Chunk]]:
-    """Units (sequences that stay together, given by their lengths) to micro-batches: ``result[dp_rank][micro-batch]``.
+    """Deal units (sequences that stay together, given by their lengths): ``result[dp_rank][micro-batch]``.
 
-    Every rank gets the same number of micro-batches, at least one; an empty one is a dummy. Raises ValueError for a
-    unit that does not fit.
+    Every rank gets equally many micro-batches, at least one; an empty one is a dummy. Raises ValueError for a unit that
+    does not fit.
 
     Args:
-        patches: Patches of each unit's images; None where there are none.
+        patches: Image patches of each unit; None without images.
     """
     if micro_batching.max_tokens is None:
         return _deal_rows(lengths, micro_batching)
     sizes = [sum(micro_batching.padded(n) for n in unit) for unit in lengths]
     if patches is not None and micro_batching.max_patches is not None:
-        # The larger share of the two limits: where these add up to a whole, so does neither of both.
+        # Use the larger share of the two limits: if the shares add up to at most 1, both limits hold.
         tokens, most = micro_batching.max_tokens, micro_batching.max_patches
         sizes = [max(size, -(-number * tokens // most)) for size, number in zip(sizes, patches, strict=True)]
     least = best_fit(sizes, micro_batching.max_tokens)
@@ -111,7 +111,7 @@ def deal(
 
 
 def _deal_rows(lengths: Sequence[Sequence[int]], micro_batching: MicroBatching) -> list[list[Chunk]]:
-    """Units in turn to the ranks, and as many rows at a time as the settings allow."""
+    """Deal units to the ranks in turn, with as many rows per micro-batch as the settings allow."""
     each = max((len(unit) for unit in lengths), default=1)
     units = max(1, micro_batching.rows // each)
     per_rank = -(-len(lengths) // micro_batching.dp)
@@ -124,7 +124,7 @@ def _deal_rows(lengths: Sequence[Sequence[int]], micro_batching: MicroBatching) 
 
 
 def _half_of(chunk: Chunk, sizes: Sequence[int]) -> Chunk:
-    """Takes about half of a chunk out of it; nothing of a single item."""
+    """Remove about half of a chunk and return it; a chunk with one item stays."""
     kept, taken = spread([sizes[i] for i in chunk], 2)
     items = list(chunk)
     chunk[:] = [items[i] for i in kept]

@@ -1,6 +1,6 @@
-"""A rank's share of a step: which of its sequences the rank holds, and what all ranks put together of theirs.
+"""A rank's share of a step: the sequences that the rank holds, and exchanges of values between all ranks.
 
-Shape legend: N sequences of a step, n of them held by this rank, T positions of those n.
+Shape legend: N sequences of a step, n of them held by this rank, T positions of the n sequences.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ import torch
 import torch.distributed as dist
 
 PIECE = 2**20
-"""Most positions of a step that the ranks exchange at once; a longer sequence goes by itself."""
+"""Maximum positions of a step per exchange between ranks; a longer sequence is exchanged alone."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integers by their bytes."""
+"""Integer types by their size in bytes."""
 _NOTHING = torch.iinfo(torch.int64).min
-"""The smallest integer: a rank that holds a sequence has this or a larger one."""
+"""The smallest integer; ranks that hold a sequence send this or a larger one."""
 
 
 @dataclass(frozen=True)
 class StepShare:
-    """Which sequences of a step a rank holds. Ranks of one replica may hold the same ones, with the same bits."""
+    """The sequences of a step that a rank holds. Ranks of one replica may hold the same sequences, with equal bits."""
 
     numbers: torch.Tensor
-    """int64 [n], ascending, at least one: numbers of the held sequences within the step."""
+    """int64 [n], ascending, at least one: indices of the held sequences within the step."""
     lengths: torch.Tensor
-    """int64 [N] of all sequences of the step."""
+    """int64 [N]: lengths of all sequences of the step."""
     patches: Sequence[int] | None = None
-    """[N]: patches of the images of each sequence of the step; None where there are none."""
+    """[N]: image patches of each sequence of the step; None without images."""
 
     @classmethod
     def of(cls, taken: Collection[int], lengths: torch.Tensor, patches: Sequence[int] | None = None) -> StepShare:
-        """Make the share of a rank whose models take the sequences ``taken``. Every rank calls it.
+        """Make the share of a rank whose models process the sequences ``taken``. Every rank calls it.
 
-        Sequences that no rank's models take (nothing of them is in the loss) are dealt in turn, so that each is held
-        somewhere. A rank whose models take none holds one: the padding of its micro-batches reads some tokens.
+        Sequences that no model processes (they have no token in the loss) are dealt in turn, so that some rank holds
+        each. A rank whose models process none holds one: padding in micro-batches reads some tokens.
         """
         rank, world = dist.get_rank(), dist.get_world_size()
         held = torch.zeros(len(lengths), dtype=torch.int64)
@@ -53,7 +53,7 @@ class StepShare:
         return self.numbers.nbytes + self.lengths.nbytes
 
     def local(self, numbers: Sequence[int]) -> list[int]:
-        """Places of sequences of the step among those that are held."""
+        """Return the indices of the step's sequences ``numbers`` among the held ones."""
         wanted = torch.tensor(numbers, dtype=torch.int64)
         places = torch.searchsorted(self.numbers, wanted)
         are_held = torch.equal(self.numbers[places.clamp(max=len(self.numbers) - 1)], wanted)
@@ -62,9 +62,9 @@ class StepShare:
         return found
 
     def together(self, values: torch.Tensor) -> torch.Tensor:
-        """Put values of the held sequences [n, ...] together for all of the step [N, ...]. Every rank calls it.
+        """Gather values of the held sequences [n, ...] into values of the whole step [N, ...]. Every rank calls it.
 
-        Exact: bits travel as integers, of which the largest stays.
+        Exact: bits are exchanged as integers, reduced by maximum.
         """
         whole = torch.full((len(self.lengths), *values.shape[1:]), _NOTHING)
         whole[self.numbers] = values.view(_BITS[values.element_size()]).long()
@@ -72,7 +72,7 @@ class StepShare:
         return whole.to(_BITS[values.element_size()]).view(values.dtype)
 
     def add_up(self, values: torch.Tensor) -> None:
-        """Replace ``values`` [T] by their sum over the ranks that hold a position, in place. Every rank calls it."""
+        """Sum ``values`` [T] in place over the ranks that hold a position. Every rank calls it."""
         starts = self.lengths.cumsum(0) - self.lengths
         own = self.lengths[self.numbers]
         ends = own.cumsum(0).tolist()
@@ -91,7 +91,7 @@ class StepShare:
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first sequence, sequence after the last) of parts of at most ``PIECE`` positions."""
+    """Yield (first sequence, sequence after the last) of runs of at most ``PIECE`` positions."""
     first, size = 0, 0
     for i, length in enumerate(lengths):
         if size and size + length > PIECE:

@@ -1,8 +1,8 @@
-"""The sequences of a step that a rank holds, one after the other: token ids and what is known of every token.
+"""The sequences of a step that a rank holds, concatenated: token ids and all values per token.
 
 Position i holds the log-prob, mask and advantage of the token at i + 1, because the model's output at i predicts it.
-Shape legend: N sequences of a step, n of them held (N where a rank holds all), T tokens of the held ones together;
-P prompt tokens, R response tokens; L layers with experts, K experts of a token.
+Shape legend: N sequences of a step, n of them held (N if a rank holds all), T tokens of the held ones together; P
+prompt tokens, R response tokens; L layers with experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megarl.learn.batching.rank_share import StepShare
 
 IGNORED = -100
 NO_IDS = -1
-"""Expert ids of a token that no engine has computed, in ``Sequences.routing``."""
+"""Expert ids in ``Sequences.routing`` of a token that no engine has computed."""
 
 
 @dataclass
 class Sequences:
-    """A rank's share of a step, or all of it; docs/roles.md has the bytes in host memory.
+    """A rank's share of a step, or the whole step; docs/roles.md lists the bytes in host memory.
 
-    What is computed here for a token, or put together for all sequences of the step, depends on no grid.
+    Values per token, and values gathered over the step, do not depend on the grid.
     """
 
     tokens: torch.Tensor
@@ -36,56 +36,56 @@ class Sequences:
     lengths: torch.Tensor
     """int64 [n], at least 1 each."""
     mask: torch.Tensor
-    """bool [T]; positions whose next token is in the loss, never the last of a sequence. (Where scores are trained:
-    ``score_positions`` alone.)"""
+    """bool [T]; positions whose next token is in the loss, never the last of a sequence. (For trained scores: exactly
+    ``score_positions``.)"""
     advantages: torch.Tensor | None = None
-    """float32 [T], as all that follow."""
+    """float32 [T], like the following fields."""
     returns: torch.Tensor | None = None
     engine_logp: torch.Tensor | None = None
-    """By the engine; for demonstrations by their teacher, where the loss reads it, else 0."""
+    """Log-probs by the engine; for demonstrations by their teacher if the loss reads them, else 0."""
     old_logp: torch.Tensor | None = None
     ref_logp: torch.Tensor | None = None
     teacher_logp: torch.Tensor | None = None
     """By the teacher of each sequence; 0 where it has none."""
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
-    """bool [n]; demonstrations among answers (mix)."""
+    """bool [n]; True for demonstrations among responses (mix)."""
     lag: torch.Tensor | None = None
-    """int16 [T]: steps by which the weights that sampled the token are behind those that the step starts from, 0 where
-    an engine sampled none. None where all are 0."""
+    """int16 [T]: steps by which the sampling weights are older than the step's starting weights; 0 for tokens that no
+    engine sampled. None if all are 0."""
     images: Images | None = None
-    """None where no sequence has any."""
+    """None without images."""
     trajectory: torch.Tensor | None = None
-    """int64 [n], never decreasing: the step's trajectory that each sequence is a sample of; None where each has one."""
+    """int64 [n], never decreasing: index of each sequence's trajectory; None if each has one sequence."""
     routing: torch.Tensor | None = None
-    """int8 or int16 [T, L, K]: ids of the experts that an engine chose for each token; ``NO_IDS`` for the last token of
-    a sequence, and for demonstrations. None without ``rollout.routing_replay``."""
+    """int8 or int16 [T, L, K]: expert ids that an engine chose for each token; ``NO_IDS`` for a sequence's last token
+    and for demonstrations. None without ``rollout.routing_replay``."""
     share: StepShare | None = None
-    """Which sequences of the step these are; None where they are all."""
+    """The share of the step that these sequences are; None if they are the whole step."""
 
     @property
     def step_lengths(self) -> torch.Tensor:
-        """int64 [N] of all sequences of the step."""
+        """int64 [N]: lengths of all sequences of the step."""
         return self.lengths if self.share is None else self.share.lengths
 
     @property
     def step_patches(self) -> Sequence[int] | None:
-        """[N]: patches of the images of each sequence of the step; None where there are none."""
+        """[N]: image patches of each sequence of the step; None without images."""
         if self.share is not None:
             return self.share.patches
         return None if self.images is None else [self.images.patches(i) for i in range(len(self))]
 
     def held(self, values: torch.Tensor) -> torch.Tensor:
-        """Take what is held here [n, ...] of values of all sequences of the step [N, ...]."""
+        """Select the held values [n, ...] from values of the whole step [N, ...]."""
         return values if self.share is None else values[self.share.numbers]
 
     def together(self, values: torch.Tensor) -> torch.Tensor:
-        """Put values of these sequences [n, ...] together for all of the step [N, ...], exactly. Every rank calls
+        """Gather values of these sequences [n, ...] into values of the whole step [N, ...], exactly. Every rank calls
         it."""
         return values if self.share is None else self.share.together(values)
 
     def add_up(self, values: torch.Tensor) -> None:
-        """Replace ``values`` [T] by their sum over all ranks, in place. Every rank calls it."""
+        """Sum ``values`` [T] over all ranks in place. Every rank calls it."""
         if self.share is None:
             dist.all_reduce(values)
         else:
@@ -106,19 +106,19 @@ class Sequences:
 
     @property
     def targets(self) -> torch.Tensor:
-        """int64 [T]: the next token where it is in the loss, ``IGNORED`` elsewhere. The trainer takes those of one
-        micro-batch at a time."""
+        """int64 [T]: the next token if it is in the loss, else ``IGNORED``. The trainer uses ``MicroBatch.targets``
+        instead."""
         return torch.roll(self.tokens, -1).long().masked_fill_(~self.mask, IGNORED)
 
     @property
     def row(self) -> torch.Tensor:
-        """int64 [T]: the sequence that each position belongs to."""
+        """int64 [T]: index of the sequence of each position."""
         return torch.repeat_interleave(torch.arange(len(self)), self.lengths)
 
 
 def score_positions(sequences: Sequences, pad: int | None) -> torch.Tensor:
-    """int64 [n]: where a score model reads each sequence's score, as in transformers: its last token that is not
-    ``pad``, or its first one where all are."""
+    """int64 [n]: position of each sequence's score in a score model, as in transformers: the last token that is not
+    ``pad``, or the first token if all are."""
     places = sequences.cu_seqlens
     if pad is None:
         return places[1:] - 1
@@ -128,7 +128,7 @@ def score_positions(sequences: Sequences, pad: int | None) -> torch.Tensor:
 
 
 def _join(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | bool]]) -> Sequences:
-    """(prompt ids [P], response ids [R], which response tokens are in the loss [R]) of every sequence."""
+    """Join sequences, each given by prompt ids [P], response ids [R] and the response's loss mask [R]."""
     lengths = torch.tensor([len(prompt) + len(response) for prompt, response, _ in sequences], dtype=torch.int64)
     total, start = int(lengths.sum()), 0
     tokens, mask = np.empty(total, dtype=np.int32), np.zeros(total, dtype=np.bool_)
@@ -141,10 +141,10 @@ def _join(sequences: Sequence[tuple[np.ndarray, np.ndarray, np.ndarray | bool]])
 
 
 def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]], logp: Sequence[np.ndarray] = ()) -> Sequences:
-    """Prompt and response ids; the loss is on the whole response.
+    """Make sequences from prompt and response ids; the loss covers the whole response.
 
     Args:
-        logp: float32 [R] of each response, by the policy that gave it; none where it is unknown.
+        logp: float32 [R] for each response: log-probs of the policy that generated it; empty if unknown.
     """
     result = _join([(prompt, response, True) for prompt, response in pairs])
     if len(logp):
@@ -153,7 +153,7 @@ def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]], logp: Sequ
 
 
 def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
-    """Samples with the log-probs of the engine that sampled them, and lags; the rest is for the trainer to fill in."""
+    """Make sequences from samples, with engine log-probs and lags; the trainer computes the other fields."""
     result = _join([(s.prompt_ids, s.response_ids, s.response_mask) for s in samples])
     _put_logp(result, [sample.engine_logp for sample in samples])
     if any(sample.lag is not None and sample.lag.any() for sample in samples):
@@ -166,7 +166,7 @@ def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
 
 
 def _routing(samples: Sequence[TrainingSample]) -> torch.Tensor:
-    """Expert ids [T, L, K] of samples, all of which have some, of one layout."""
+    """Return expert ids [T, L, K]; all samples must have ids, with the same L and K."""
     rows: list[np.ndarray] = []
     for sample in samples:
         ids = sample.routing
@@ -177,8 +177,8 @@ def _routing(samples: Sequence[TrainingSample]) -> torch.Tensor:
 
 
 def per_token(responses: Sequence[np.ndarray], sequences: Sequences) -> torch.Tensor:
-    """float32 [T]: values of the responses' tokens [R] where each token is predicted, 0 elsewhere. The responses are
-    those of the first sequences."""
+    """float32 [T]: values of the response tokens [R] at the positions that predict them, 0 elsewhere. The responses
+    belong to the first sequences."""
     result = torch.zeros(len(sequences.tokens))
     ends = sequences.cu_seqlens[1 : len(responses) + 1].tolist()
     _put(result, responses, ends)
@@ -186,20 +186,20 @@ def per_token(responses: Sequence[np.ndarray], sequences: Sequences) -> torch.Te
 
 
 def _put_logp(sequences: Sequences, logp: Sequence[np.ndarray]) -> None:
-    """Set ``engine_logp`` to the log-probs [R] of the responses."""
+    """Set ``engine_logp`` to the responses' log-probs [R]."""
     sequences.engine_logp = per_token(logp, sequences)
 
 
 def _put(field: torch.Tensor, responses: Sequence[np.ndarray], ends: Sequence[int]) -> None:
-    """Write values of the responses' tokens [R] into ``field`` [T], where each token is predicted. ``ends``: of their
-    sequences."""
+    """Write values of the response tokens [R] into ``field`` [T] at the positions that predict them. ``ends``: ends of
+    their sequences."""
     for values, end in zip(responses, ends, strict=True):
-        last = end - 1  # nothing is predicted there
-        field.numpy()[last - len(values) : last] = values  # torch warns of tensors of read-only arrays
+        last = end - 1  # the last position predicts nothing
+        field.numpy()[last - len(values) : last] = values  # not torch: it warns about tensors of read-only arrays
 
 
 def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
-    """Join two batches, the second marked as ``expert``; values that only the first has are 0 for the second."""
+    """Concatenate two batches and mark the second as ``expert``; fields missing in the second are 0 there."""
 
     def together(name: str) -> torch.Tensor | None:
         value, other = getattr(sampled, name), getattr(demonstrated, name)

@@ -1,4 +1,4 @@
-"""Places of the tokens of packed sequences in the shares of context-parallel ranks. Plain tensors of integers."""
+"""Positions of packed tokens in the shares of context-parallel ranks. Plain integer tensors."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import torch
 
 
 def share_rows(lengths: torch.Tensor, cp: int) -> torch.Tensor:
-    """int64 [T]: where each token of packed sequences lies when the shares of all ``cp`` ranks are laid one after the
-    other.
+    """int64 [T]: position of each packed token after concatenating the shares of all ``cp`` ranks.
 
-    A sequence is cut into 2 * cp equal pieces, and rank r has pieces r and 2 * cp - 1 - r of it (Megatron's zigzag,
-    which gives every rank the same work under a causal mask). A rank's share holds its two pieces of every sequence in
-    order. ``lengths`` are of the whole sequences, multiples of 2 * cp.
+    A sequence is split into 2 * cp equal pieces; rank r has pieces r and 2 * cp - 1 - r (Megatron's zigzag, which gives
+    every rank equal work under a causal mask). A rank's share has its two pieces of every sequence in order.
+    ``lengths``: lengths of the whole sequences, multiples of 2 * cp.
 
     Raises:
         ValueError: a length is no multiple of 2 * cp.

@@ -1,1 +1,1 @@
-"""Bytes of a job's models, and where they lie in each phase of a step."""
+"""Memory of a job's models in bytes, and its place in each phase of a step."""

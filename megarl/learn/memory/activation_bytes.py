@@ -1,11 +1,11 @@
-"""Estimate of the bytes that a forward pass keeps for its backward pass, from sizes alone.
+"""Estimate of the bytes that a forward pass saves for its backward pass, from sizes alone.
 
-Elements that each layer keeps for a token are counted as in Korthikanti et al. (2205.05198, section 4), for fused
-norms, rotary embeddings, SwiGLU and an attention that keeps no scores. Unfused layers, and an attention with a mask,
-keep more. Compared with peaks on one H200 in ``tests/unit/test_activation_bytes.py``.
+Saved elements per layer and token are counted as in Korthikanti et al. (2205.05198, section 4), for fused norms, rotary
+embeddings, SwiGLU and an attention that saves no scores. Unfused layers, and attention with a mask, save more.
+``tests/unit/test_activation_bytes.py`` compares the estimate with peaks on one H200.
 
-A frozen linear layer keeps no input, its adapter does: with adapters everywhere that is the same tensor, and their
-outputs of ``rank`` elements come beside it. Where ``model.lora.targets`` names some layers, the estimate is high by the
+A frozen linear layer saves no input, but its adapter does. With adapters on all layers this is the same tensor, plus
+adapter outputs of ``rank`` elements. If ``model.lora.targets`` selects some layers, the estimate is too high by the
 inputs of the others.
 """
 
@@ -20,22 +20,22 @@ from megarl.weights.reshard.adapters import EMBEDDING, names_module
 
 FLOAT_BYTES = 4
 ROW_FLOATS = 10
-"""Floats of a row that the LM head keeps (``ops.linear_logprob``)."""
+"""Floats that the LM head saves per row (``ops.linear_logprob``)."""
 MOE = ("moe_act", "experts", "shared_experts")
-"""Parts of the module that Megatron calls moe."""
+"""Parts of the module that Megatron names moe."""
 LM_HEAD = "lm_head"
 TOKEN_BYTES = 8 + 1
-"""Bytes that an embedding's adapter keeps of a token: its place in the vocabulary, and if it is another rank's."""
+"""Bytes that an embedding's adapter saves per token: its index in the vocabulary, and whether another rank has it."""
 
 
 def activation_bytes(
     sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig, tokens: int, logits_bytes: int | None = None
 ) -> int:
-    """Bytes on the fullest rank of one model's forward and backward pass.
+    """Return the bytes on the fullest rank for one forward and backward pass of a model.
 
     Args:
-        tokens: Of a micro-batch, shared out over ``grid.cp`` ranks.
-        logits_bytes: Most bytes of logits at a time; None keeps all.
+        tokens: Tokens of a micro-batch, split over ``grid.cp`` ranks.
+        logits_bytes: Maximum bytes of logits at a time; None keeps all.
     """
     here = -(-tokens // grid.cp)
     kept, again = _layers(sizes, model, grid)
@@ -54,18 +54,18 @@ def activation_bytes(
             if logits_bytes is not None and logits > logits_bytes:
                 logits = 2 * logits_bytes + weight * FLOAT_BYTES * _trains_head(model.lora)
             if model.lora.is_used and LM_HEAD in model.lora.targets:
-                logits += weight * item  # the head with its adapter in it
+                logits += weight * item  # the head merged with its adapter
             size += logits + ROW_FLOATS * FLOAT_BYTES * here
         if stage == 0 and model.lora.is_used and any(names_module(target, EMBEDDING) for target in model.lora.targets):
             along = grid.tp if grid.sequence_parallel else 1
-            # A's output for B, and for A which tokens are this rank's.
+            # Saved: A's output for B, and for A which tokens this rank has.
             size += in_flight * here * (_rank(model.lora, "embed_tokens") / along * item + TOKEN_BYTES)
         most = max(most, size)
     return int(most)
 
 
 def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tuple[list[float], list[float]]:
-    """Elements that each layer keeps for a token of a rank, and those that it computes again."""
+    """Return the elements that each layer saves per token of a rank, and the elements that it recomputes."""
     modules = model.recompute_modules if model.recompute == "selective" else []
     kept, again = [], []
     for layer in range(sizes.num_layers):
@@ -84,7 +84,7 @@ def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tupl
 
 
 def _parts(sizes: ModelSizes, experts: bool, grid: ParallelConfig) -> dict[str, float]:
-    """Part of a layer, by Megatron's name of what can be computed again -> elements that it keeps for a token."""
+    """Return part of a layer (Megatron's name in recompute_modules) -> elements that it saves per token."""
     h, tp = sizes.hidden, grid.tp
     along = h / (tp if grid.sequence_parallel else 1)
     found = {"residuals": (2 + sizes.norms_after) * along, "layernorm": sizes.norms_before * along}
@@ -106,8 +106,8 @@ def _parts(sizes: ModelSizes, experts: bool, grid: ParallelConfig) -> dict[str, 
 
 
 def _adapters(sizes: ModelSizes, experts: bool, model: ModelConfig, grid: ParallelConfig) -> dict[str, float]:
-    """Part of a layer -> elements that its adapters keep for a token: A's output, and with dropout the inputs that are
-    left with the byte that says which."""
+    """Return part of a layer -> elements that its adapters save per token: A's output, and with dropout also the
+    dropped-out inputs with one byte each for the mask."""
     lora = model.lora
     if not lora.is_used:
         return {}
@@ -117,7 +117,7 @@ def _adapters(sizes: ModelSizes, experts: bool, model: ModelConfig, grid: Parall
     into, heads = sizes.hidden / along, sizes.heads * (sizes.v_head if sizes.kv_lora else sizes.head) / tp
 
     def kept(leaf: str, inputs: float, over: int = 1) -> float:
-        """``over``: ranks that have a part of A's output each."""
+        """``over``: number of ranks that share A's output."""
         if ALL_LINEAR not in lora.targets and leaf not in {target.rpartition(".")[2] for target in lora.targets}:
             return 0.0
         return _rank(lora, leaf) / over + dropped * inputs
@@ -145,7 +145,7 @@ def _adapters(sizes: ModelSizes, experts: bool, model: ModelConfig, grid: Parall
 
 
 def _rank(lora: LoraConfig, leaf: str) -> int:
-    """Largest rank of adapters of a kind of layers."""
+    """Return the largest rank of the adapters on layers of one kind."""
     return max([lora.rank, *(rank for ending, rank in lora.rank_pattern.items() if ending.endswith(leaf))])
 
 

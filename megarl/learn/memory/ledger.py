@@ -1,4 +1,4 @@
-"""Bytes on every device in every phase of a step, and the fewest models that must leave it to fit a budget."""
+"""Bytes on every device in each phase of a step, and the fewest models to offload to fit a budget."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ ASKED: Mapping[Phase, str] = {
     Phase.CRITIC: "critic",
     Phase.LOAD: "critic",
 }
-"""Phase -> the role without which a job does not have it."""
+"""Phase -> role; a job without the role has no such phase."""
 FIRST_TO_LEAVE = ("reward_model", "reference", "critic", "actor")
-"""Roles, from the one whose move costs least; teachers come before them."""
+"""Roles in the order of the cost of moving them, cheapest first. Teachers come before them."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -32,11 +32,11 @@ class PhaseBytes:
     phase: Phase
     rank: int
     device: Mapping[str, int]
-    """Residents on the device -> bytes."""
+    """Resident on the device -> bytes."""
     memory: int
-    """Bytes of copies in host memory ..."""
+    """Bytes of copies in host memory."""
     disk: int
-    """... and in files."""
+    """Bytes of copies in files."""
 
     @property
     def total(self) -> int:
@@ -48,7 +48,7 @@ class PhaseBytes:
 class Ledger:
     """Residents of every rank's device under a plan.
 
-    Engines that are not colocated have devices of their own: their residents are left out.
+    Engines that are not colocated have separate devices: their residents are not included.
     """
 
     plan: PhasePlan
@@ -56,34 +56,34 @@ class Ledger:
     """Resident -> bytes, for each rank: ``role.kind``, ``engine.weights`` and ``engine.kv_cache``."""
     colocated: bool = False
     keeps_weights: bool = False
-    """Colocated engines keep their weights in host memory while the trainer computes (``rollout.offload=memory``)."""
+    """True if colocated engines keep weights in host memory while the trainer computes (``rollout.offload=memory``)."""
     phases: tuple[Phase, ...] = tuple(Phase)
-    """Phases that count."""
+    """Phases to count."""
     start: Sequence[Mapping[str, int]] | None = None
-    """``ranks`` in the phase START, where a warm start trains another model than the steps; None where it does not."""
+    """``ranks`` in phase START, if a warm start trains another model than the steps; otherwise None."""
 
     @property
     def of_job(self) -> list[Phase]:
-        """Phases that the job has: those of ``phases`` whose role it has."""
+        """Phases of the job: ``phases`` except phases of missing roles."""
         roles = {TEACHERS if is_teacher(role) else role for role in self._roles()}
         return [phase for phase in self.phases if ASKED.get(phase, "actor") in roles]
 
     def __iter__(self) -> Iterator[PhaseBytes]:
-        """Phases that the job has, each on the rank that has most on its device then."""
+        """Iterate over the job's phases, each on the rank with most bytes on its device."""
         return (self.most(phase) for phase in self.of_job)
 
     def place(self, phase: Phase, resident: str) -> Place:
-        """Place of a resident in a phase, engines included."""
+        """Return the place of a resident in a phase, engines included."""
         if not resident.startswith("engine."):
             return self.plan.place(phase, resident)
-        # In a sync too: an engine that starts there, as each does once, takes its KV cache at once.
+        # In a sync too: an engine that starts during a sync, as each does once, allocates its KV cache immediately.
         if self.colocated and phase in WITH_ENGINES:
             return Place.DEVICE
         kept = self.colocated and self.keeps_weights and resident == ENGINE_WEIGHTS
         return Place.MEMORY if kept else Place.ABSENT
 
     def at(self, phase: Phase, rank: int) -> PhaseBytes:
-        """Memory of a rank in a phase."""
+        """Return the memory of a rank in a phase."""
         by_place: dict[Place, dict[str, int]] = {place: {} for place in Place}
         for resident, size in self._residents(phase, rank).items():
             by_place[self.place(phase, resident)][resident] = size
@@ -96,21 +96,21 @@ class Ledger:
         return self.start[rank] if rank < len(self.start) else {}  # more engine workers than ranks
 
     def most(self, phase: Phase) -> PhaseBytes:
-        """Memory of the rank that has most on its device in a phase; the first of equal ones."""
+        """Return the memory of the rank with most bytes on its device in a phase; the first of equal ones."""
         return max((self.at(phase, rank) for rank in range(len(self.ranks))), key=lambda found: found.total)
 
     def largest(self) -> PhaseBytes:
-        """Phase and rank with the most bytes on a device; the first of equal ones."""
+        """Return the phase and rank with most bytes on a device; the first of equal ones."""
         return max(self, key=lambda found: found.total)
 
     def fits(self, budget_bytes: int) -> bool:
-        """Return True if no device has more than ``budget_bytes`` in any phase."""
+        """True if no device has more than ``budget_bytes`` in any phase."""
         return self.largest().total <= budget_bytes
 
     def nearest(self, budget_bytes: int) -> PhasePlan | None:
-        """Plan that fits with the fewest roles moved to host memory, this one if it fits; None if no plan does.
+        """Return the fitting plan that moves the fewest roles to host memory, this one if it fits; None if none fits.
 
-        Of plans that move equally many, the first by ``FIRST_TO_LEAVE``. A role that is offloaded already stays so.
+        Among plans with equally many moves, the first by ``FIRST_TO_LEAVE``. Roles already offloaded stay offloaded.
         """
         roles = self._roles()
         order = (*sorted(filter(is_teacher, roles)), *FIRST_TO_LEAVE)
@@ -123,7 +123,7 @@ class Ledger:
         return None
 
     def table(self) -> str:
-        """Text of one line for each phase: its largest rank, bytes on the device, in memory and on disk, residents."""
+        """Format a table with a row per phase: its largest rank, bytes on device, in memory and on disk, residents."""
         rows: list[tuple[str, ...]] = [("phase", "rank", "device", "memory", "disk", "on the device")]
         for found in self:
             sizes = (human(size) for size in (found.total, found.memory, found.disk))
@@ -146,7 +146,7 @@ class Ledger:
 
 
 def human(size: int) -> str:
-    """Bytes with three digits, in the unit that fits: ``1.50 GiB``."""
+    """Format bytes with three digits in a fitting unit: ``1.50 GiB``."""
     value, unit = float(size), 0
     while value >= 999.5 and unit < len(UNITS) - 1:
         value, unit = value / 1024, unit + 1

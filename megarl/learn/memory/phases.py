@@ -1,4 +1,4 @@
-"""Phases of a step, and where the memory of a rank's models is in each of them: a plan that depends on settings alone.
+"""Phases of a step, and the place of models' memory in each of them: a plan determined by settings alone.
 
 A resident is named ``role.kind``: actor, reference, critic, reward_model or teachers.NAME; parameters,
 gradients or optimizer.
@@ -15,7 +15,7 @@ from megarl.config.model_roles import is_teacher, sections_of
 from megarl.config.schema import Config, Offload
 
 OFFLOAD = "offload"
-"""Folder of a run for memory on disk, a folder for each rank in it. Nothing in it outlives an attempt."""
+"""Folder in the run directory for memory on disk, with a subfolder per rank. Its content is valid for one attempt."""
 
 
 class Place(StrEnum):
@@ -27,15 +27,15 @@ class Place(StrEnum):
     DISK = "disk"
     """A file of the run."""
     ABSENT = "absent"
-    """Nowhere: it is written before it is read again."""
+    """No copy exists: it is written before it is read again."""
 
 
 class Phase(StrEnum):
-    """Parts of a step and of a start of a trainer rank, each with the memory that it needs."""
+    """Parts of a step and of a trainer rank's start, each with the memory that it needs."""
 
     SYNC = "sync"
     REFRESH = "refresh"
-    """The reference takes the actor's weights."""
+    """The reference is refreshed from the actor."""
     ROLLOUT = "rollout"
     SCORES = "scores"
     OLD_LOGP = "old_logp"
@@ -45,13 +45,13 @@ class Phase(StrEnum):
     VALUES = "values"
     UPDATE = "update"
     SAVE = "save"
-    """Checkpoint and export."""
+    """Checkpoint and export are written."""
     START = "start"
-    """The actor's loads, and the warm start."""
+    """The actor is loaded, and the warm start runs."""
     CRITIC = "critic"
-    """The critic is made."""
+    """The critic is built."""
     LOAD = "load"
-    """Critic and reference of a checkpoint are loaded."""
+    """Critic and reference are loaded from a checkpoint."""
 
 
 WITH_ENGINES = frozenset({Phase.SYNC, Phase.ROLLOUT})
@@ -82,35 +82,35 @@ NEEDS: Mapping[Phase, tuple[str, ...]] = {
 
 
 def offload_setting(role: str) -> str:
-    """Name of the setting that says where a role's memory goes."""
+    """Return the name of the setting for a role's offloading."""
     return f"{'trainer' if role == 'actor' else role}.offload"
 
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """Place of each resident in each phase. ``away``: role -> place of what a phase does not need."""
+    """Place of each resident in each phase. ``away``: role -> place while a phase does not need it."""
 
     away: Mapping[str, Place]
     saves_reference: bool = True
-    """Checkpoints have the reference: one that is renewed every N steps."""
+    """True if checkpoints include the reference: it is refreshed every N steps."""
     adapted: bool = False
-    """The reference is the actor without its adapters."""
+    """True if the reference is the actor without adapters."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
-        """The plan that the settings ``<role>.offload`` ask for."""
+        """Make the plan of the settings ``<role>.offload``."""
         settings: dict[str, Offload] = {"actor": config.trainer.offload}
         settings |= {role: section.offload for role, section in sections_of(config).items()}
         away = {role: Place.DEVICE if place == "none" else Place(place) for role, place in settings.items()}
         return cls(away, isinstance(config.reference.refresh, int), config.model.lora.is_used)
 
     def place(self, phase: Phase, resident: str) -> Place:
-        """Place of a resident in a phase."""
+        """Return the place of a resident in a phase."""
         role, _, kind = resident.rpartition(".")
         unsaved = role == "reference" and phase in (Phase.SAVE, Phase.LOAD) and not self.saves_reference
         lends = self.adapted and phase is Phase.REF_LOGP and resident == "actor.parameters"
         teaches = phase is Phase.TEACHERS and is_teacher(role)
         if (resident in NEEDS[phase] and not unsaved) or lends or teaches:
             return Place.DEVICE
-        place = self.away.get(role, Place.DEVICE)  # of one that a part of the job has added
+        place = self.away.get(role, Place.DEVICE)  # roles added by a part of the job have no entry
         return Place.ABSENT if place is not Place.DEVICE and kind == "gradients" else place

@@ -1,6 +1,6 @@
-"""Bytes of a model's residents on every rank, computed from its layout before anything is built.
+"""Bytes of a model's residents on every rank, computed from its layout before the model is built.
 
-They equal ``Resident.nbytes`` (``residents.py``) after the first optimizer step, which makes the moments.
+They equal ``Resident.nbytes`` (``residents.py``) after the first optimizer step, which creates the moments.
 
 Source: Megatron-Core 0.16.1 ``distributed/param_and_grad_buffer.py`` (buckets, padding) and
 ``optimizer/distrib_optimizer.py`` (shares of data-parallel ranks).
@@ -24,22 +24,22 @@ from megarl.weights.reshard.layout import Layout, LayoutRow, Owners
 from megarl.weights.reshard.layouts import megatron_layout
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
-"""Bytes of an element of each ``model.dtype``."""
+"""Bytes of an element for each ``model.dtype``."""
 MASTER_BYTES = ITEM_BYTES["float32"]
 """Bytes of an element of gradients, masters and moments."""
 PARAMETER_UNIT = 64
-"""Elements. Parameters begin at multiples of it."""
+"""Alignment of parameters, in elements."""
 BUCKET_UNIT = 128
-"""Elements. Buckets end at multiples of it and of the data-parallel size."""
+"""Alignment of bucket ends, in elements; they are also aligned to the data-parallel size."""
 OVERLAPPED_BUCKET = 40_000_000, 1_000_000
-"""Elements from which a bucket is full with ``parallel.overlap_grad_reduce``, at least and for each data-parallel rank.
-Megatron's defaults, which keep NCCL's rings bound by bandwidth."""
+"""Elements at which a bucket is full with ``parallel.overlap_grad_reduce``: minimum, and number per data-parallel rank.
+Megatron's defaults, which keep NCCL's rings bandwidth-bound."""
 SHARED = ("embedding.word_embeddings.weight", "output_layer.weight")
-"""Copies of a tied embedding on the first and last stage; each has a bucket of its own."""
+"""Copies of a tied embedding on the first and last stage; each has a separate bucket."""
 EXPERTS = ".mlp.experts."
-"""Part of the names of what has buffers of its own (``gpt._mark_experts``)."""
+"""Part of the names of parameters with separate buffers (``gpt._mark_experts``)."""
 FROZEN = ("visual",)
-"""Modules that learn only with ``model.train_vision_tower``."""
+"""Modules that are trained only with ``model.train_vision_tower``."""
 MODULES = (
     "chunk",
     "embedding",
@@ -87,7 +87,7 @@ MODULES = (
     "weight",
     "bias",
 )
-"""Parts of names in the order in which Megatron's modules register them. The order decides which data-parallel rank's
+"""Name parts in the order in which Megatron's modules register them. The order determines which data-parallel rank's
 share has the gaps between parameters."""
 
 
@@ -101,19 +101,19 @@ def model_bytes(
     setting: str = "parallel",
     lent: bool = False,
 ) -> list[dict[str, int]]:
-    """Kind -> bytes, for every rank of the grid.
+    """Return kind -> bytes, for every rank of the grid.
 
-    With ``model.lora`` only adapters, and what is trained whole beside them, have gradients and an optimizer.
+    With ``model.lora`` only adapters and wholly trained modules have gradients and an optimizer.
 
     Args:
-        hf_config: Of this model.
-        model: Its settings, with the dtype of its role.
+        hf_config: config.json of this model.
+        model: The model's settings, with the dtype of its role.
         trained: It has gradients and an optimizer, in Megatron's padded buffers. Else each parameter is a tensor.
-        setting: Section of the settings that the grid comes from, for errors.
-        lent: What nothing trains is another model's memory.
+        setting: The grid's section in the settings, for errors.
+        lent: Untrained parameters use another model's memory.
 
     Raises:
-        ConfigError: the grid does not divide the model, or ``model.lora`` names what it does not have.
+        ConfigError: the grid does not divide the model, or ``model.lora`` names unknown modules.
     """
     layout = megatron_layout(
         hf_config, megatron_grid(parallel), transformer_impl=model.transformer_impl, head=head, setting=setting
@@ -134,7 +134,7 @@ def model_bytes(
 
 
 def _trained_by(model: ModelConfig, layout: Layout, head: Head) -> Callable[[LayoutRow], bool]:
-    """Return the test for rows of a layout that are trained."""
+    """Return a function that is True for trained rows of a layout."""
     if model.lora.is_used:
         whole = set(trained_whole(layout.tensors, model.lora, head))
         return lambda row: not whole.isdisjoint(row.parts)
@@ -143,18 +143,18 @@ def _trained_by(model: ModelConfig, layout: Layout, head: Head) -> Callable[[Lay
 
 
 def bucket_size(parallel: ParallelConfig) -> int | None:
-    """Elements from which a bucket of the first stage's first chunk is full; None for one bucket of all parameters."""
+    """Return the elements at which a bucket of the first stage's first chunk is full; None for a single bucket."""
     least, each = OVERLAPPED_BUCKET
     return max(least, each * parallel.dp) if parallel.overlap_grad_reduce else None
 
 
 class _Bucket(NamedTuple):
-    """Parameters of a buffer that are reduced together. Every data-parallel rank has an equal run of its elements."""
+    """Parameters of a buffer that are reduced together. Each data-parallel rank has an equal range of its elements."""
 
     begins: tuple[int, ...]
-    """First element of each parameter ..."""
+    """First element of each parameter."""
     before: tuple[int, ...]
-    """... and the elements of those before it; one more for all of them."""
+    """Number of elements of the parameters before each parameter; the last entry is for all."""
     size: int
     ranks: int
 
@@ -169,12 +169,12 @@ class _Bucket(NamedTuple):
         return cls(tuple(begins), tuple(before), _padded(end, lcm(ranks, BUCKET_UNIT)), ranks)
 
     def share(self, rank: int) -> int:
-        """Elements of parameters in a data-parallel rank's run, without the gaps between them."""
+        """Return the elements of parameters in a data-parallel rank's range, without gaps."""
         each = self.size // self.ranks
         return self._until((rank + 1) * each) - self._until(rank * each)
 
     def _until(self, end: int) -> int:
-        """Elements of parameters before ``end``."""
+        """Return the elements of parameters before ``end``."""
         last = bisect_left(self.begins, end) - 1
         if last < 0:
             return 0
@@ -183,12 +183,12 @@ class _Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class _RankBuffers:
-    """Parameters of one rank, and the buckets that Megatron makes of them."""
+    """Parameters of one rank, and the buckets that Megatron puts them into."""
 
     elements: int
     """Elements of all parameters, without padding."""
     frozen: int
-    """Elements of those that are in no buffer."""
+    """Elements of the parameters in no buffer."""
     dense: tuple[_Bucket, ...]
     experts: tuple[_Bucket, ...]
 
@@ -202,14 +202,14 @@ class _RankBuffers:
         tied: bool,
         is_trained: Callable[[LayoutRow], bool],
     ) -> Self:
-        """Buffers of a rank.
+        """Compute the buffers of a rank.
 
         Args:
-            adapters: Layout of the model's adapters, all of which are trained.
-            tied: Two stages have a copy of the embedding.
+            adapters: Layout of the model's adapters, which are all trained.
+            tied: True if two stages have a copy of the embedding.
             is_trained: False for rows whose parameters are in no buffer.
         """
-        # A router's bias keeps its dtype: a buffer of the module, no parameter.
+        # A router's bias keeps its dtype: it is a module buffer, not a parameter.
         rows = [(row, share) for row, share in layout.rows_of(rank) if layout.dtype_of(row.parts[0]) is None]
         sizes = {row.local: prod(row.local_shape(share)) for row, share in rows}
         trained = sorted({row.local for row, _ in rows if is_trained(row)}, key=_registered)
@@ -223,7 +223,7 @@ class _RankBuffers:
         replicas = {False: parallel.dp * parallel.cp, True: parallel.stage_size // (parallel.ep * parallel.expert_tp)}
         buckets: dict[bool, list[_Bucket]] = {False: [], True: []}
         for (expert, chunk), parameters in buffers.items():
-            # Megatron splits no others: their gradients are not the last to be ready.
+            # Megatron splits only these: gradients of other stages and chunks are ready earlier.
             first = rank < parallel.stage_size and chunk in ("", "chunk0")
             buckets[expert] += _buckets(parameters, tied, replicas[expert], bucket_size(parallel) if first else None)
         everything = sum(sizes.values())
@@ -231,14 +231,14 @@ class _RankBuffers:
         return cls(everything, frozen, tuple(buckets[False]), tuple(buckets[True]))
 
     def bytes_of(self, rank: int, parallel: ParallelConfig, dtype: str, trained: bool, lent: bool) -> dict[str, int]:
-        """Kind -> bytes of a rank that has these buffers."""
+        """Return kind -> bytes of a rank with these buffers."""
         if not trained:
             return {"parameters": (self.elements - (self.frozen if lent else 0)) * ITEM_BYTES[dtype]}
         in_stage = rank % parallel.stage_size
         dense, expert = in_stage // parallel.tp, in_stage // (parallel.ep * parallel.expert_tp)
         padded = sum(bucket.size for bucket in (*self.dense, *self.experts))
         share = sum(b.share(dense) for b in self.dense) + sum(b.share(expert) for b in self.experts)
-        copies = 2 if dtype == "float32" else 3  # two moments; masters of a float32 model are its parameters
+        copies = 2 if dtype == "float32" else 3  # two moments; in a float32 model the parameters are the masters
         return {
             "parameters": (padded + (0 if lent else self.frozen)) * ITEM_BYTES[dtype],
             "gradients": padded * MASTER_BYTES,
@@ -247,10 +247,10 @@ class _RankBuffers:
 
 
 def _buckets(parameters: Sequence[tuple[str, int]], tied: bool, ranks: int, full: int | None) -> list[_Bucket]:
-    """Buckets of one buffer. Parameters lie in it from the last to the first, as gradients get ready.
+    """Compute the buckets of one buffer. It holds parameters from last to first, in the order of ready gradients.
 
     Args:
-        full: Elements from which a bucket takes no more parameters.
+        full: Elements at which a bucket is full.
     """
     groups: list[list[int]] = [[]]
     end = 0
@@ -268,14 +268,14 @@ def _buckets(parameters: Sequence[tuple[str, int]], tied: bool, ranks: int, full
 
 
 def _registered(name: str) -> list[tuple[int, int]]:
-    """Sort key: the order of ``named_parameters()``."""
+    """Return a sort key for the order of ``named_parameters()``."""
     parts = (re.fullmatch(r"(.*?)(\d*)", part) for part in name.split("."))
     return [(_PLACE.get(part[1], len(_PLACE)), int(part[2] or 0)) for part in parts if part is not None]
 
 
 def _in_tree_order(names: Iterable[str]) -> list[str]:
-    """Names of parameters of modules that are made in this order, in the order of ``named_parameters()``: those of a
-    module follow each other, wherever their names stand among the others."""
+    """Return parameter names, given in creation order, in the order of ``named_parameters()``, which groups them by
+    module."""
     tree: dict[str, Any] = {}
     for name in names:
         node = tree
@@ -293,7 +293,7 @@ def _in_tree_order(names: Iterable[str]) -> list[str]:
 
 
 def _split_chunk(local: str) -> tuple[str, str]:
-    """``chunk<v>`` of a local name, "" without chunks, and the rest of it."""
+    """Split a local name into ``chunk<v>`` ("" without chunks) and the rest."""
     if local.startswith("chunk"):
         chunk, _, rest = local.partition(".")
         return chunk, rest

@@ -1,7 +1,7 @@
-"""Large memory of a model, which may leave the device between two uses of it and come back, proven equal.
+"""Large memory of a model that can leave the device between uses and come back, verified.
 
 A resident is all storages of one kind of one model. A storage is freed by ``resize_(0)``: parameters and their views
-stay valid, and find the bytes again when it is filled.
+stay valid, and have their values again when it is refilled.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from megarl.weights.checkpoint.training.state import inner_optimizers
 
 Kind = Literal["parameters", "gradients", "optimizer"]
 PIECE = 2**28
-"""Bytes that are copied or written without a heartbeat between."""
+"""Maximum bytes copied or written between two heartbeats."""
 WORD = 8
-"""Bytes. Copies of storages begin at multiples of it."""
+"""Alignment of storage copies, in bytes."""
 
 
 class Resident:
     """All storages of one kind of one model.
 
     Args:
-        role: Of the model: actor, reference, critic, reward_model, teachers.NAME.
-        tensors: Gives those whose storages it owns. Called each time it leaves: an optimizer makes its moments late.
+        role: Role of the model: actor, reference, critic, reward_model, teachers.NAME.
+        tensors: Returns the tensors whose storages it owns. Called on each move: an optimizer creates moments late.
     """
 
     def __init__(self, role: str, kind: Kind, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
         self.role, self.kind = role, kind
         self.place = Place.DEVICE
-        self._tensors = tensors
+        self.tensors = tensors
+        """Returns the tensors whose storages it owns."""
         self._away: list[tuple[torch.UntypedStorage, torch.device, int]] = []
-        """Storage, device and bytes of each, while it is not on the device."""
+        """(storage, device, bytes) of each, while it is not on the device."""
         self._digests: list[int] = []
         self._copy: _Copy | None = None
 
@@ -51,17 +52,17 @@ class Resident:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it has, or will have again, on the device."""
-        return sum(size for _, _, size in self._away or _storages(self._tensors()))
+        """Bytes that it has on the device, or had before it left."""
+        return sum(size for _, _, size in self._away or _storages(self.tensors()))
 
     def leave(self, place: Place, folder: Path) -> None:
         """Copy it to ``place`` (a file in ``folder`` for DISK) and free its memory on the device. ABSENT copies
         nothing: it comes back as zeros.
 
-        Raises OffloadError; it is on the device then.
+        Raises OffloadError, with the memory still on the device.
         """
         assert self.place is Place.DEVICE and place is not Place.DEVICE, f"{self.name}: {self.place} to {place}"
-        storages = _storages(self._tensors())
+        storages = _storages(self.tensors())
         if place is not Place.ABSENT:
             try:
                 self._copy = _Copy([size for _, _, size in storages], folder / self.name, place)
@@ -79,7 +80,7 @@ class Resident:
         self._away, self.place = storages, place
 
     def come_back(self) -> None:
-        """Fill its memory on the device again and compare it with what left. Raises OffloadError where it differs."""
+        """Refill its memory on the device and compare it with what left. Raises OffloadError if it differs."""
         assert self.place is not Place.DEVICE, f"{self.name} is on the device"
         try:
             for storage, _, size in self._away:
@@ -110,8 +111,7 @@ class Resident:
 
 
 class _Copy:
-    """The bytes of storages elsewhere: in a mapping, anonymous or of a file, which goes back to the system at once when
-    it is dropped."""
+    """The bytes of offloaded storages, in an anonymous or file mapping; dropping it frees the memory immediately."""
 
     def __init__(self, sizes: Iterable[int], path: Path, place: Place) -> None:
         self._starts, end = [], 0
@@ -129,10 +129,10 @@ class _Copy:
         file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:
             if self._size:
-                os.posix_fallocate(file, 0, self._size)  # a full disk is an error here, not a signal later
+                os.posix_fallocate(file, 0, self._size)  # so that a full disk is an error here, not a signal later
                 with mmap.mmap(file, self._size) as mapped:
                     self._each(mapped, sources, lambda kept, source: kept.copy_(source))
-                    for start in range(0, self._size, PIECE):  # dirty pages would stay in memory
+                    for start in range(0, self._size, PIECE):  # otherwise dirty pages stay in memory
                         heartbeat.beat()
                         mapped.flush(start, min(PIECE, self._size - start))
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -156,7 +156,7 @@ class _Copy:
         tensors: Iterable[torch.Tensor],
         do: Callable[[torch.Tensor, torch.Tensor], object],
     ) -> None:
-        """Call ``do`` with the copy of each storage and the storage."""
+        """Call ``do`` with the copy of each storage and the storage, piece by piece."""
         for start, tensor in zip(self._starts, tensors, strict=True):
             assert mapped is not None, "a storage without bytes is no storage of a resident"
             kept = torch.frombuffer(mapped, dtype=torch.uint8, offset=start, count=tensor.numel())
@@ -172,7 +172,7 @@ class _Copy:
 
 
 class Residents:
-    """The residents of one model. Empty until ``train/memory/phase_memory.py`` takes charge of them."""
+    """The residents of one model. Empty until ``train/memory/phase_memory.py`` manages them."""
 
     def __init__(self, residents: Iterable[Resident] = ()) -> None:
         self._by_kind = {resident.kind: resident for resident in residents}
@@ -181,7 +181,7 @@ class Residents:
         return iter(self._by_kind.values())
 
     def require(self, *kinds: Kind) -> None:
-        """Raise NotResident for one that is not on the device."""
+        """Raise NotResident if a kind is not on the device."""
         for kind in kinds:
             resident = self._by_kind.get(kind)
             if resident is not None and resident.place is not Place.DEVICE:
@@ -195,12 +195,12 @@ _WHERE = {Place.MEMORY: "in host memory", Place.DISK: "on disk", Place.ABSENT: "
 
 
 def residents_of(role: str, model: Any) -> Residents:
-    """Residents of a ``Model``."""
+    """Make the residents of a ``Model``."""
     optimizer = model.optimizer
     if optimizer is None:
         return Residents([Resident(role, "parameters", lambda: [p for c in model.chunks for p in _own(c)])])
     buffers = [b for chunk in model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
-    # In a float32 model the masters are views of the parameters, and move with them.
+    # In a float32 model the parameters are the masters, and the masters move with them.
     shared = {b.param_data.untyped_storage()._cdata for b in buffers}
 
     def of_optimizer() -> Iterator[torch.Tensor]:
@@ -219,29 +219,29 @@ def residents_of(role: str, model: Any) -> Residents:
 
 
 def _frozen(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:
-    """Parameters that nothing trains: they are in no buffer."""
+    """Return untrained parameters: they are in no buffer."""
     return [p.data for chunk in chunks for p in _own(chunk) if not p.requires_grad]
 
 
 def _own(chunk: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """A chunk's parameters without those of another model (``share_base``)."""
+    """Return a chunk's parameters, except those borrowed from another model (``share_base``)."""
     return [p for p in chunk.parameters() if not getattr(p, "is_lent", False)]
 
 
 def release_freed_memory() -> None:
-    """Give memory that was freed back to the system: that of GPUs and of the host."""
+    """Return freed memory of GPU and host to the system."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     trim_memory()
 
 
 def device_bytes() -> int:
-    """Bytes that this process has on its device: those of torch's tensors on a GPU, on a CPU all of its memory."""
+    """Return the bytes of this process on its device: of torch's tensors on a GPU, of the whole process on a CPU."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else resident_bytes()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, torch.device, int]]:
-    """Each storage that has bytes, once, with its device and bytes."""
+    """Return each non-empty storage once, with its device and bytes."""
     found = {}
     for tensor in tensors:
         storage = tensor.untyped_storage()
@@ -251,13 +251,13 @@ def _storages(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorag
 
 
 def _views(storages: Iterable[tuple[torch.UntypedStorage, torch.device, int]]) -> Iterator[torch.Tensor]:
-    """uint8 views of storages."""
+    """Yield uint8 views of storages."""
     for storage, device, size in storages:
         yield torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (size,))  # type: ignore[call-overload]
 
 
 def _digests(storages: Iterable[tuple[torch.UntypedStorage, torch.device, int]]) -> list[int]:
-    """Digest of each storage's bytes, where they lie; all lie on one device."""
-    # A word at a time is faster.
+    """Return the digest of each storage, computed where it is; all must be on one device."""
+    # Words are faster than bytes.
     words = [bytes_ if bytes_.numel() % WORD else bytes_.view(torch.int64) for bytes_ in _views(storages)]
     return digest_values(slice_digests([(x, (0,), x.shape) for x in words]))

@@ -1,1 +1,1 @@
-"""Models: made from scratch here, or built from a table on Megatron-Core."""
+"""Models: randomly initialised checkpoints, and models built from the architecture table on Megatron-Core."""

@@ -1,7 +1,7 @@
-"""The attention between queries, keys and values of Megatron's local spec, by ``scaled_dot_product_attention``.
+"""Core attention for Megatron's local spec, computed by ``scaled_dot_product_attention``.
 
-Megatron's own ``DotProductAttention`` materialises the scores, knows no packed sequences and refuses context
-parallelism. This one is causal self-attention without dropout, with Megatron's windows and learned sinks.
+Megatron's ``DotProductAttention`` materialises the scores, and supports neither packed sequences nor context
+parallelism. This class is causal self-attention without dropout, with Megatron's windows and learned sinks.
 
 Shape legend: s rows of this rank (a share of the sequence under context parallelism), b sequences, t tokens of packed
 sequences on this rank, h query heads and g key/value heads of this rank, d width of a head.
@@ -30,10 +30,10 @@ from megarl.learn.models.rotary import positions_of
 class CoreAttention(MegatronModule):  # type: ignore[misc]
     """Megatron's ``core_attention``; see ``forward``.
 
-    Under context parallelism the ranks exchange shares of the sequence for shares of the heads (Megatron calls it
-    ``a2a``; DeepSpeed-Ulysses, 2309.14509), so that each computes whole sequences of h / cp heads with the same code,
-    and back. It takes no more memory than the shares do, unlike gathered keys and values. ``cp`` must divide h
-    (``parallel.grid`` checks it).
+    Under context parallelism the ranks exchange shares of the sequence for shares of the heads (Megatron's ``a2a``;
+    DeepSpeed-Ulysses, 2309.14509), compute whole sequences of h / cp heads with the same code, and exchange back.
+    Unlike gathering keys and values, this takes no more memory than the shares. ``cp`` must divide h (``parallel.grid``
+    checks it).
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         norm: Callable[..., torch.nn.Module] | None = None,
         **latent: int,
     ) -> None:
-        """``norm`` makes norms of rotated queries and keys. ``latent`` are MLA's k_channels and v_channels, which the
-        tensors' shapes give."""
+        """``norm`` makes norms of rotated queries and keys. ``latent``: MLA's k_channels and v_channels, unused because
+        the tensors' shapes give them."""
         super().__init__(config=config)
         assert attention_type == "self" and attn_mask_type == AttnMaskType.causal, "only causal self-attention"
         assert not (config.attention_dropout if attention_dropout is None else attention_dropout), "no dropout"
@@ -59,17 +59,17 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
         self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.softmax_scale = softmax_scale
-        """None is 1 / sqrt(d)."""
+        """Scale of the scores; None means 1 / sqrt(d)."""
         self.q_layernorm, self.k_layernorm = (
             None if norm is None else norm(config, config.kv_channels, eps=config.layernorm_epsilon) for _ in range(2)
         )
         self.query_growth: tuple[float, int] | None = None
-        """(beta, tokens) of queries that grow with their position; see ``_grown``."""
+        """(beta, tokens) for queries that grow with their position; see ``_grown``."""
         has_window = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
         self.window: int | None = config.window_size[0] + 1 if has_window else None
-        """Tokens that one attends to, itself among them."""
+        """Number of tokens that a token attends to, including itself."""
         self.softmax_offset: torch.nn.Parameter | None = None
-        """[h], the sinks, under Megatron's name."""
+        """[h], the sinks, under Megatron's parameter name."""
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // self.tp_group.size()
             device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
@@ -88,16 +88,16 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         attention_bias: torch.Tensor | None = None,
         packed_seq_params: Any = None,
     ) -> torch.Tensor:
-        """Every token attends to itself and the tokens before it in its sequence, or in its window.
+        """Attend from every token to itself and earlier tokens of its sequence, or of its window.
 
         Args:
             query, key, value: [s, b, h or g, d], or packed [t, h or g, d]; ``value`` may be narrower than the others.
             attention_mask: None.
             packed_seq_params: Megatron's PackedSeqParams with ``qkv_format="thd"`` and the ``cu_seqlens_q`` of the
-                whole sequences (multiples of 2 * cp). Its index tensors are kept on it for the layers to come.
+                whole sequences (multiples of 2 * cp). Index tensors are cached on it for later layers.
 
         Returns:
-            [s, b, h * d] or [t, h * d], d being the values' width.
+            [s, b, h * d] or [t, h * d], where d is the values' width.
         """
         assert attention_mask is None and attention_bias is None, "causal attention takes no mask"
         cp = self.cp_group.size()
@@ -116,7 +116,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         return out.flatten(-2)
 
     def _grown(self, query: torch.Tensor, params: Any, beta: float, original: int) -> torch.Tensor:
-        """The queries, times 1 + ``beta`` * ln(1 + position // ``original``)."""
+        """Return the queries times 1 + ``beta`` * ln(1 + position // ``original``)."""
         cp = self.cp_group
         if params is None:
             cu_seqlens, longest = torch.tensor([0, len(query) * cp.size()]), len(query) * cp.size()
@@ -129,7 +129,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         return query * factor.to(query.dtype).view(-1, *[1] * (query.dim() - 1))
 
     def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cp: int) -> torch.Tensor:
-        """[s, b, *, d], or the shares of all ranks [cp, s, b, *, d], to the same."""
+        """Attend densely: [s, b, *, d], or the shares of all ranks [cp, s, b, *, d], to the same shape."""
         if cp > 1:
             query, key, value = (_unshare(x) for x in (query, key, value))
         # [s, b, h, d] -> [b, h, s, d]
@@ -137,7 +137,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         return out if cp == 1 else _share(out, cp)
 
     def _packed(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any) -> torch.Tensor:
-        """[t, *, d], or the shares of all ranks [cp, t, *, d], to the same."""
+        """Attend to packed sequences: [t, *, d], or the shares of all ranks [cp, t, *, d], to the same shape."""
         cp = self.cp_group.size()
         assert params.qkv_format == "thd", f"packed sequences as {params.qkv_format!r} are not thd"
         layout = layout_of(params, cp)
@@ -152,13 +152,13 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         if query.is_cuda and half and same_width and self.softmax_offset is None and not is_slower:
             out = self._varlen(query, key, value, params, layout)
         else:
-            out = self._bucketed(query, key, value, layout)
+            out = self.bucketed(query, key, value, layout)
         return out.view(*shares, *out.shape[1:])
 
-    def _bucketed(
+    def bucketed(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: PackedLayout
     ) -> torch.Tensor:
-        """One causal call for each bucket; at most ``PADDING_BOUND`` times the memory of the arguments besides them."""
+        """Make one causal call per bucket; temporary memory is at most ``PADDING_BOUND`` times the arguments'."""
         found = layout.buckets
         sizes = [rows * width for rows, width in found.shapes]
         pieces = [_Spread.apply(x, found.source, found.place).split(sizes) for x in (query, key, value)]
@@ -173,7 +173,7 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _varlen(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: Any, layout: PackedLayout
     ) -> torch.Tensor:
-        """Torch's kernel for packed sequences, which needs CUDA and half precision."""
+        """Call torch's kernel for packed sequences, which needs CUDA and half precision."""
         from torch.nn.attention.varlen import varlen_attn
 
         cu, longest = params.cu_seqlens_q, params.max_seqlen_q
@@ -190,12 +190,12 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """[n, h, w, d], [n, g, w, d], [n, g, w, d'] -> [n, h, w, d']."""
         sinks, cp = self.softmax_offset, self.cp_group.size()
-        if sinks is not None and cp > 1:  # of the heads that ``_to_heads`` gave this rank
+        if sinks is not None and cp > 1:  # select the heads that ``_to_heads`` gave this rank
             sinks = sinks.chunk(cp)[self.cp_group.rank()]
         return attend(query, key, value, scale=self.softmax_scale, window=self.window, sinks=sinks)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
-        """The sinks for Megatron's checkpoints, cut with the heads."""
+        """Return the sinks for Megatron's checkpoints, sharded with the heads."""
         state = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,
@@ -209,14 +209,14 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
 
 @cache
 def _is_told_of_groups() -> bool:
-    """True where torch's kernel for packed sequences must be told that heads share keys; 2.11's need not be."""
+    """True if torch's kernel for packed sequences has an argument for grouped heads; 2.11 has none and needs none."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in signature(varlen_attn).parameters
 
 
 def layout_of(params: Any, cp: int) -> PackedLayout:
-    """The layout of a micro-batch, made by the first layer that asks and kept on its PackedSeqParams."""
+    """Return the layout of a micro-batch, which the first layer computes and caches on its PackedSeqParams."""
     layout: PackedLayout | None = getattr(params, "_megarl_layout", None)
     if layout is None:
         layout = params._megarl_layout = packed_layout(params.cu_seqlens_q, cp)
@@ -224,7 +224,7 @@ def layout_of(params: Any, cp: int) -> PackedLayout:
 
 
 class _Spread(torch.autograd.Function):
-    """Rows to the places of their buckets. What lies after a sequence's end is read by nobody, so it has no
+    """Copy rows to their places in the buckets. Places after a sequence's end are never read, so they have no
     gradient."""
 
     @staticmethod
@@ -239,7 +239,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """Places back to rows."""
+    """Copy places back to rows."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ class _Collect(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """[cp, ...]: block i goes to rank i, and what comes from rank j is block j. It is its own transpose."""
+    """Exchange blocks [cp, ...]: send block i to rank i, receive block j from rank j. It is its own transpose."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
@@ -274,7 +274,7 @@ def _all_to_all(x: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def _to_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
-    """[..., h, d] of this rank's rows -> [cp, ..., h / cp, d]: the rows of every rank, this rank's part of the
+    """[..., h, d] of this rank's rows -> [cp, ..., h / cp, d]: the rows of every rank, for this rank's part of the
     heads."""
     cp = group.size()
     parts = []
@@ -286,14 +286,14 @@ def _to_heads(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group
 
 
 def _to_rows(out: torch.Tensor, group: Any) -> torch.Tensor:
-    """[cp, ..., h / cp, d] -> [..., h, d], the inverse of ``_to_heads`` for what has as many heads as the queries."""
+    """[cp, ..., h / cp, d] -> [..., h, d], the inverse of ``_to_heads`` for tensors with as many heads as queries."""
     back: torch.Tensor = _Exchange.apply(out, group)
     return back.movedim(0, -3).flatten(-3, -2)
 
 
 def _enough_heads(x: torch.Tensor, heads: int, cp: int) -> torch.Tensor:
-    """Key/value heads that ``cp`` ranks can be dealt: as they are, or each as often as the ranks or the queries need
-    it."""
+    """Return key/value heads that divide among ``cp`` ranks: unchanged, or repeated as often as ranks or queries
+    need."""
     own = x.shape[-2]
     if own % cp == 0:
         return x
@@ -301,7 +301,7 @@ def _enough_heads(x: torch.Tensor, heads: int, cp: int) -> torch.Tensor:
 
 
 def _unshare(x: torch.Tensor) -> torch.Tensor:
-    """[cp, s, ...], each share being pieces r and 2 * cp - 1 - r, -> the whole sequence [cp * s, ...]."""
+    """[cp, s, ...], where share r has pieces r and 2 * cp - 1 - r -> the whole sequence [cp * s, ...]."""
     first, second = x.chunk(2, dim=1)
     return torch.cat([first.flatten(0, 1), second.flip(0).flatten(0, 1)])
 

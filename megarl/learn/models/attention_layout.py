@@ -1,7 +1,6 @@
-"""Index arithmetic of the attention over packed sequences: buckets of similar length, taken from context-parallel
-shares.
+"""Index arithmetic for attention over packed sequences: buckets of similar length, taken from context-parallel shares.
 
-Plain tensors of integers, computed once per micro-batch on the CPU; nothing here imports Megatron.
+Plain integer tensors, computed once per micro-batch on the CPU; this module does not import Megatron.
 """
 
 from __future__ import annotations
@@ -13,39 +12,36 @@ import torch
 from megarl.learn.batching.zigzag import share_rows
 
 PADDING_BOUND = 1.5
-"""Places of the buckets per token, at most. So padded queries, keys, values take at most half as much again as the
-packed ones."""
+"""Maximum bucket places per token: padded queries, keys and values are at most 1.5 times as large as packed ones."""
 
 
 LONG = 8192
-"""Tokens of a sequence from which on a GPU attends to it alone: one of 16,384 tokens took 0.6 to 1.0 of the time that
-torch's kernel for packed sequences took, on an H200 (docs/benchmarks/gpu.md)."""
+"""Minimum tokens of a sequence that a GPU attends to separately: with 16,384 tokens that took 0.6 to 1.0 of the time of
+torch's kernel for packed sequences on an H200 (docs/benchmarks/gpu.md)."""
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """Places for the T tokens of packed sequences, in blocks of [sequences, width] that follow each other."""
+    """Places for the T tokens of packed sequences, in consecutive blocks of [sequences, width]."""
 
     shapes: tuple[tuple[int, int], ...]
     """(sequences, width) of each bucket, narrowest first."""
     source: torch.Tensor
-    """int64 [P], P = sum of sequences * width: the token at each place; after a sequence's end its own last token."""
+    """int64 [P], P = sum of sequences * width: the token at each place; padding repeats the sequence's last token."""
     place: torch.Tensor
     """int64 [T]: the place of each token. ``source[place] == arange(T)``."""
 
     @property
     def are_long_and_full(self) -> bool:
-        """True where every sequence has ``LONG`` tokens or more and none is padded."""
+        """True if every sequence has ``LONG`` tokens or more and none is padded."""
         return len(self.source) == len(self.place) and min((width for _, width in self.shapes), default=0) >= LONG
 
 
 def buckets(lengths: torch.Tensor) -> Buckets:
-    """Deal sequences (int64 [n], in the order in which they are packed) to buckets whose width is their longest
-    sequence.
+    """Deal sequences (int64 [n] lengths, in packing order) to buckets; a bucket's width is its longest sequence.
 
-    Lengths in (2^k, 3 * 2^(k-1)] share a bucket, and those in (3 * 2^(k-1), 2^(k+1)]: no sequence is padded to
-    1.5 times its length, and n sequences of lengths up to L make at most 2 * log2(L) + 1 buckets. Empty sequences have
-    no place.
+    Each bucket takes lengths in (2^k, 3 * 2^(k-1)] or in (3 * 2^(k-1), 2^(k+1)]. So no sequence is padded to 1.5 times
+    its length, and n sequences of lengths up to L make at most 2 * log2(L) + 1 buckets. Empty sequences have no place.
     """
     lengths = lengths.to("cpu", torch.int64)
     starts = lengths.cumsum(0) - lengths
@@ -67,29 +63,28 @@ def buckets(lengths: torch.Tensor) -> Buckets:
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """``Buckets`` that take tokens from, and give them back to, the shares of all context-parallel ranks laid one after
-    the other."""
+    """``Buckets`` that read and write tokens in the concatenated shares of all context-parallel ranks."""
 
     buckets: Buckets
     order: torch.Tensor | None
-    """int64 [T]: the row of each token among the shares (``share_rows``); None where there is one share."""
+    """int64 [T]: the row of each token among the shares (``share_rows``); None with one share."""
 
 
 def on_device(cu_seqlens: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy of ``cu_seqlens`` (int32 [n+1], on the host) that ``lengths_of`` needs not wait for."""
+    """Copy ``cu_seqlens`` (int32 [n+1], on the host) to a device; ``lengths_of`` need not wait for the copy."""
     copy = cu_seqlens.to(device)
     copy._megarl_lengths = cu_seqlens.long().diff()  # type: ignore[attr-defined]
     return copy
 
 
 def lengths_of(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """int64 [n] on the host: lengths. Waits for the device unless ``on_device`` made ``cu_seqlens``."""
+    """Return int64 [n] lengths on the host. Waits for the device unless ``on_device`` made ``cu_seqlens``."""
     known: torch.Tensor | None = getattr(cu_seqlens, "_megarl_lengths", None)
     return cu_seqlens.to("cpu", torch.int64).diff() if known is None else known
 
 
 def packed_layout(cu_seqlens: torch.Tensor, cp: int) -> PackedLayout:
-    """The layout of one packed chunk, on the device of ``cu_seqlens`` (int32 [n+1], of the whole sequences)."""
+    """Compute the layout of one packed chunk, on the device of ``cu_seqlens`` (int32 [n+1], of the whole sequences)."""
     lengths = lengths_of(cu_seqlens)
     found = buckets(lengths)
     device = cu_seqlens.device

@@ -1,4 +1,4 @@
-"""Causal attention of whole sequences by ``scaled_dot_product_attention``, with a window and with sinks.
+"""Causal attention over whole sequences by ``scaled_dot_product_attention``, with a window and with sinks.
 
 Shape legend: n sequences of w tokens, h query heads, g key/value heads, d width of a head, d' of a value, W tokens of
 the window.
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 SINK_COLUMNS = 8
-"""Columns that sinks take in queries and keys: one is used, and kernels of GPUs want multiples of 8."""
+"""Columns added to queries and keys for sinks: one is used, but GPU kernels want multiples of 8."""
 
 
 def attend(
@@ -22,13 +22,13 @@ def attend(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Every token attends to itself and the tokens before it. No mask is larger than [W, 2 * W + 1].
+    """Attend from every token to itself and earlier tokens. No mask is larger than [W, 2 * W + 1].
 
     Args:
         query, key, value: [n, h, w, d], [n, g, w, d], [n, g, w, d'] with d' up to d.
-        scale: Of the scores; None is 1 / sqrt(d).
-        window: Tokens that one attends to, itself among them; None is all.
-        sinks: [h], a score of each head that takes a share of the softmax and has no value (gpt-oss).
+        scale: Scale of the scores; None means 1 / sqrt(d).
+        window: Number of tokens that a token attends to, including itself; None means all.
+        sinks: [h], one score per head that takes a share of the softmax and has no value (gpt-oss).
 
     Returns:
         [n, h, w, d'].
@@ -38,7 +38,7 @@ def attend(
         scale = query.shape[-1] ** -0.5 if scale is None else scale
         query, key, value = _with_sink(query, key, value, sinks / scale)
         lead = 1
-    if width < query.shape[-1]:  # else torch falls back to the way that materialises the scores
+    if width < query.shape[-1]:  # else torch falls back to a kernel that materialises the scores
         value = F.pad(value, (0, query.shape[-1] - width))
     if window is None or query.shape[2] <= window:
         out = _causal(query, key, value, scale, lead)
@@ -51,7 +51,7 @@ def attend(
 def _with_sink(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Put a key without a value before the others, whose product with a query is the ``score`` [h] of its head."""
+    """Prepend a key without a value; its product with a query is the ``score`` [h] of the head."""
     column = score.to(query.dtype).view(1, -1, 1, 1).expand(*query.shape[:3], 1)
     query = F.pad(torch.cat([query, column], dim=-1), (0, SINK_COLUMNS - 1))
     key = F.pad(key, (0, SINK_COLUMNS, 1, 0))
@@ -63,7 +63,7 @@ def _with_sink(
 def _causal(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, lead: int
 ) -> torch.Tensor:
-    """Attention to all tokens before; keys have ``lead`` places before the first token."""
+    """Attend to all earlier tokens; keys have ``lead`` places before the first token."""
     query = F.pad(query, (0, 0, lead, 0)) if lead else query
     out = F.scaled_dot_product_attention(
         query, key, value, is_causal=True, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
@@ -74,11 +74,11 @@ def _causal(
 def _banded(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, lead: int, window: int
 ) -> torch.Tensor:
-    """Attention of the tokens from W on, in blocks of W that see themselves and the block before.
+    """Attend from the tokens from W on, in blocks of W that see themselves and the previous block.
 
     Args:
         query: [n, h, w - W, d].
-        key, value: [n, g, lead + w, d], of all tokens.
+        key, value: [n, g, lead + w, d], for all tokens.
     """
     n, rest = query.shape[0], query.shape[2]
     blocks = -(-rest // window)

@@ -1,6 +1,6 @@
-"""A small, randomly initialised HF checkpoint with a tokenizer of its own, for jobs that start from nothing.
+"""A small, randomly initialised HF checkpoint with a new tokenizer, for jobs without a pretrained model.
 
-What is written is an ordinary checkpoint directory: plain ``transformers`` and vLLM load it.
+It is an ordinary checkpoint directory: plain ``transformers`` and vLLM load it.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from megarl.core.errors import ConfigError
 from megarl.core.without_videos import do_without_videos
 
 PAD, UNK, USER, ASSISTANT, END = SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>")
-"""Their ids are 0..4. ``<|end|>`` is the end-of-sequence token. A character outside the corpus reads as ``<|unk|>``."""
+"""Ids 0..4. ``<|end|>`` is the end-of-sequence token. A character outside the corpus becomes ``<|unk|>``."""
 
 VISION = "qwen2_5_vl"
-"""The family that takes images."""
+"""Model family that takes images."""
 VISION_TOKENS = VISION_START, VISION_END, IMAGE, VIDEO = (
     "<|vision_start|>",
     "<|vision_end|>",
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""Its further special tokens, with the ids 5..8. The processor repeats ``<|image_pad|>``, once for each vector."""
+"""Special tokens of this family, with ids 5..8. The processor repeats ``<|image_pad|>`` once for each vector."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}{{ '<|user|>' + message.content }}{% elif "
@@ -65,14 +65,14 @@ VISION_CHAT_TEMPLATE = (
     "', not image or text') }}{% endif %}{% endfor %}{% endif %}{% endmacro %}"
     + CHAT_TEMPLATE.replace("message.content", "text(message.content)")
 )
-"""The same conversation; contents may be lists of ``{type: image}`` and ``{type: text, text}``."""
+"""The same template for contents that may be lists of ``{type: image}`` and ``{type: text, text}``."""
 
 PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+ ?|\s+"
-"""A word with the space before it, one digit, an operator with the spaces around it, or other space. The alternatives
-cover every character, so decoding is joining. Digits stay alone: a number's tokens are then its places."""
+"""Pattern of one piece: a word with the space before it, one digit, an operator with the spaces around it, or other
+space. The alternatives cover every character, so decoding is joining. Each digit is a separate token."""
 
 ALPHABET = "0123456789+-*/=()., "
-"""Characters that are known whatever the corpus holds: answers may need a digit that no question has."""
+"""Characters in every vocabulary: responses may need a digit that no prompt has."""
 
 
 def create(
@@ -80,11 +80,11 @@ def create(
 ) -> None:
     """Write config.json, model.safetensors (float32), tokenizer files and generation_config.json to a new directory.
 
-    ``corpus`` are prompts as the model will see them, without the chat template; ``characters`` are those of answers.
-    The same arguments write the same bytes. The directory appears whole or not at all.
+    ``corpus`` are prompts as model input, without the chat template; ``characters`` are the responses' characters. The
+    same arguments write the same bytes. The directory appears complete or not at all.
 
-    Raises ConfigError when the directory exists, the model type is none of ``MODELS``, heads do not group, sizes of a
-    vision tower do not fit, or the vocabulary is smaller than the corpus' characters.
+    Raises ConfigError if the directory exists, the model type is not in ``MODELS``, head counts do not divide, sizes of
+    the vision tower do not fit, or the vocabulary is smaller than the corpus' characters.
     """
     path = Path(path)
     if path.exists():
@@ -109,7 +109,7 @@ def create(
     try:
         with _quiet():
             _model(config, seed).save_pretrained(temporary)
-            _save_tokenizer(tokenizer, temporary, config)
+            save_tokenizer(tokenizer, temporary, config)
         replace_directory(temporary, path)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -118,9 +118,9 @@ def create(
 def train_tokenizer(
     corpus: Iterable[str], vocab_size: int, characters: str = "", special: Sequence[str] = SPECIAL_TOKENS
 ) -> Tokenizer:
-    """A byte-pair tokenizer over the corpus' characters and ``characters``, with exactly ``vocab_size`` ids, those of
-    ``special`` first; what training does not fill is named ``<|unused_i|>``. Raises ConfigError when the characters
-    alone do not fit.
+    """Train a byte-pair tokenizer over the corpus' characters and ``characters``, with exactly ``vocab_size`` ids;
+    ``special`` come first, and unused ids are named ``<|unused_i|>``. Raises ConfigError if the characters alone do not
+    fit.
     """
     texts = list(corpus)
     alphabet = sorted(set(ALPHABET).union(characters, *texts))
@@ -151,7 +151,7 @@ def train_tokenizer(
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' progress bar: the job draws its own."""
+    """Turn off transformers' progress bar within the context: the job draws another one."""
     enabled = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -162,7 +162,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _check_vision(config: FromScratchConfig) -> None:
-    """Raise ConfigError where sizes of language model or tower do not fit each other."""
+    """Raise ConfigError if sizes of language model or tower do not fit each other."""
     tower, where = config.vision, "model.from_scratch"
     if config.head_dim * config.num_attention_heads != config.hidden_size:
         raise ConfigError(
@@ -183,8 +183,8 @@ def _check_vision(config: FromScratchConfig) -> None:
         )
 
 
-def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfig) -> None:
-    """Write the tokenizer's files; of a model that takes images its processor's too."""
+def save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfig) -> None:
+    """Write the tokenizer's files, and the processor's for a model that takes images."""
     vision = config.sees
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -214,7 +214,7 @@ def _save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfi
 
 
 FRAMES = 2
-"""Frames of a patch: an image is taken twice."""
+"""Frames of a patch; an image is used as two equal frames."""
 MODELS: dict[str, tuple[Any, Any]] = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -222,7 +222,7 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     VISION: (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
 }
-"""Dense families, which differ in nothing that ``FromScratchConfig`` could set but the vision tower of one."""
+"""Dense families. They differ in no setting of ``FromScratchConfig`` except the vision tower of one."""
 
 
 def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
@@ -248,8 +248,8 @@ def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = make_model(hf_config).to(torch.float32)
-        # transformers leaves the pad token's row 0 and never trains it. Here it is a token like any other, and the
-        # slope of a norm at 0 is 1/√eps: one that is sampled would be most of a step's gradient.
+        # transformers zeroes the pad token's row and never trains it. Here pad is an ordinary token, and the slope of a
+        # norm at 0 is 1/√eps: a sampled pad token would dominate a step's gradient.
         with torch.no_grad():
             model.get_input_embeddings().weight[SPECIAL_TOKENS.index(PAD)].normal_(0.0, config.initializer_range)
     model.generation_config = GenerationConfig(
@@ -259,11 +259,11 @@ def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
 
 
 def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Arguments of Qwen2.5-VL's config: ``sizes`` of the language model, those of the tower, ids of the tokens."""
+    """Make the arguments of Qwen2.5-VL's config: ``sizes`` of the language model, sizes of the tower, token ids."""
     tower, pairs = config.vision, config.head_dim // 2
-    del sizes["head_dim"]  # it has none but hidden_size / num_attention_heads
+    del sizes["head_dim"]  # this family derives it from hidden_size / num_attention_heads
     dtype, tied = sizes.pop("dtype"), sizes.pop("tie_word_embeddings")
-    across = pairs * 3 // 8  # of each of height and width, as Qwen has it: 16, 24, 24 of 64
+    across = pairs * 3 // 8  # for each of height and width, in Qwen's proportion: 16, 24, 24 of 64
     sizes["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": 10000.0,

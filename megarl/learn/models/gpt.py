@@ -1,4 +1,4 @@
-"""A Megatron-Core GPTModel stage from an architecture table."""
+"""Construction of a Megatron-Core GPTModel stage from the architecture table."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["build_chunks", "named_tensors", "transformer_config", "unwrap"]
 
 
 def gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    """GELU by its approximation with a hyperbolic tangent."""
+    """GELU by its tanh approximation."""
     return F.gelu(x, approximate="tanh")
 
 
@@ -32,14 +32,14 @@ ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": gelu_tanh, "clamped_
 def build_chunks(
     hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig, head: Head = "lm"
 ) -> tuple[torch.nn.Module, ...]:
-    """This rank's ``parallel.vpp`` model chunks. Their weights mean nothing yet: load some before use.
+    """Build this rank's ``parallel.vpp`` model chunks. Their weights are meaningless: load weights before use.
 
     On the last chunk of the last stage ``forward(tokens, position_ids, None)`` with tokens int64 [B, S] returns
-    vocabulary-parallel logits [B, S, V/tp], and within ``models.head.asking`` float32 [B, S, 2] of log-prob and
-    entropy. With ``head="score"`` it returns float32 [B, S, 1], equal on all tensor-parallel ranks
-    (``models.value_head``). ``packed_seq_params``: the sequences of a chunk lie one after the other (B = 1).
-    Under context parallelism S counts this rank's share (see ``batching.zigzag``). Position ids are looked at by models
-    with images alone (``models.vision``), which take int64 [3, B, S].
+    vocabulary-parallel logits [B, S, V/tp]; within ``models.head.requesting`` it returns float32 [B, S, 2] of log-prob
+    and entropy. With ``head="score"`` it returns float32 [B, S, 1], equal on all tensor-parallel ranks
+    (``models.value_head``). ``packed_seq_params``: the sequences of a chunk are concatenated (B = 1). Under context
+    parallelism S counts this rank's share (see ``batching.zigzag``). Only models with images use position ids
+    (``models.vision``), as int64 [3, B, S].
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
@@ -94,7 +94,7 @@ def build_chunks(
 
 
 def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, parallel: ParallelConfig) -> Any:
-    """Megatron's TransformerConfig: sizes from the table, precision and grid from the settings."""
+    """Make Megatron's TransformerConfig: sizes from the table, precision and grid from the settings."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.core.transformer import TransformerConfig
     from megatron.core.transformer.transformer_config import MLATransformerConfig
@@ -127,10 +127,10 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         attention_softmax_in_fp32=True,
         **recompute_settings(model, architecture(hf_config).sizes(hf_config)),
         finalize_model_grads_func=finalize_model_grads,
-        # The loss arrives divided by its global denominator, so gradients are summed and never divided again.
+        # The loss is already divided by its global denominator, so gradients are summed and never divided again.
         calculate_per_token_loss=True,
         variable_seq_lengths=False,
-        transformer_impl=model.transformer_impl,  # 0.19 takes latent attention's projections by it
+        transformer_impl=model.transformer_impl,  # 0.19 selects the projections of latent attention by it
         moe_grouped_gemm=model.transformer_impl == "transformer_engine" and "num_moe_experts" in values,
         batch_p2p_comm=not on_cpu,
         deallocate_pipeline_outputs=not on_cpu,
@@ -138,7 +138,7 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         # torch.compile's kernel, a tenth of an update's time (docs/benchmarks/gpu.md).
         bias_activation_fusion=not on_cpu and values["activation_func"] is F.silu,
         **dict.fromkeys(model.fusions, True),
-        # Not offered: each gains nothing without dropout, with our attention or beside shared tables of angles.
+        # Not offered: none helps without dropout, with our attention, or with shared tables of angles.
         apply_rope_fusion=False,
         persist_layer_norm=False,
         masked_softmax_fusion=False,
@@ -149,7 +149,7 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
 
 
 def _experts_settings(model: ModelConfig) -> dict[str, str]:
-    """Megatron's fields of the exchange of tokens between ranks that share experts, and of the routers' type."""
+    """Return Megatron's settings for exchanging tokens between expert-parallel ranks, and for the routers' dtype."""
     dispatcher = {"moe_token_dispatcher_type": "alltoall"}
     if model.moe_dispatcher == "deepep":
         dispatcher = {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "deepep"}
@@ -157,10 +157,10 @@ def _experts_settings(model: ModelConfig) -> dict[str, str]:
 
 
 def _mark_experts(stage: torch.nn.Module) -> None:
-    """Experts are reduced over their own data-parallel group also at ep=1, where Megatron does not set that.
+    """Mark experts for reduction over their separate data-parallel group, which Megatron does not do at ep=1.
 
-    Without the mark their gradients are wrong when experts are cut differently from the rest (etp != tp), and a
-    checkpoint of the distributed optimizer does not load into another ep.
+    Without the mark gradients are wrong if experts are sharded differently from other layers (etp != tp), and a
+    checkpoint of the distributed optimizer does not load with another ep.
     """
     for name, parameter in stage.named_parameters():
         if ".mlp.experts." in name:
@@ -168,13 +168,13 @@ def _mark_experts(stage: torch.nn.Module) -> None:
 
 
 def _keep_float32(stage: torch.nn.Module) -> None:
-    """Float16Module casts every buffer; a router's bias decides between nearly equal experts and stays in float32."""
+    """Restore router biases to float32 after Float16Module: they decide between nearly equal experts."""
     for module in stage.modules():
         keep_float32_bias(module)
 
 
 def unwrap(module: torch.nn.Module) -> torch.nn.Module:
-    """The GPTModel inside DistributedDataParallel and Float16Module."""
+    """Return the GPTModel inside DistributedDataParallel and Float16Module."""
     inner: Any = module
     while hasattr(inner, "module"):
         inner = inner.module
@@ -183,9 +183,9 @@ def unwrap(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def named_tensors(module: torch.nn.Module | Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-    """Local name -> data of every parameter and of the routers' biases, as reshard layouts name them.
+    """Return local name -> data of every parameter and router bias, with the names of reshard layouts.
 
-    Several chunks (``parallel.vpp`` above 1) have ``chunk{v}.`` before their names.
+    With several chunks (``parallel.vpp`` above 1) names begin with ``chunk{v}.``.
     """
     if not isinstance(module, torch.nn.Module):
         return {f"chunk{v}.{name}": t for v, chunk in enumerate(module) for name, t in named_tensors(chunk).items()}

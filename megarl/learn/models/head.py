@@ -1,7 +1,7 @@
-"""The LM head of a GPTModel stage, which gives log-probs and entropies instead of logits where it is asked to.
+"""The LM head of a GPTModel stage, which on request returns log-probs and entropies instead of logits.
 
-Shape legend: s sequence length, b rows of the micro-batch, n of its positions that are asked for, V columns of the
-vocabulary on this rank, H hidden size.
+Shape legend: s sequence length, b rows of the micro-batch, n requested positions, V columns of the vocabulary on this
+rank, H hidden size.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ class Request:
     """Input of the head for the log-probs of one micro-batch."""
 
     targets: torch.Tensor
-    """int64 [n]: the tokens that those positions predict that are asked for."""
+    """int64 [n]: the tokens that the requested positions predict."""
     places: torch.Tensor
-    """int64 [n]: where these positions stand in the micro-batch, flat as [s, b]; the others get 0 and no logits."""
+    """int64 [n]: indices of the requested positions, flat in [s, b]; other positions get 0 and no logits."""
     vocab_size: int
     """Real vocabulary, without padding."""
     temperature: float = 1.0
     logits_bytes: int | None = None
-    """Most bytes of logits on this rank; None keeps them all. See ``ops.linear_logprob``."""
+    """Maximum bytes of logits on this rank; None keeps all logits. See ``ops.linear_logprob``."""
     float32: bool = False
-    """Logits in float32 from hidden states and weights of less precision, which it holds exactly."""
+    """Compute logits in float32, from hidden states and weights of lower precision."""
 
     @staticmethod
     def of(targets: torch.Tensor, device: torch.device, *settings: Any) -> Request:
-        """Request for targets [b, s] that lie on the host, so that nothing waits for the device; -100 leaves a position
-        out.
+        """Make a request for targets [b, s] on the host, so that nothing waits for the device; -100 skips a position.
 
-        Where all are left out the first stays: no GEMM or collective is then empty.
+        If all are skipped, the first is requested: then no GEMM or collective is empty.
         """
         flat = targets.t().reshape(-1)
         places = torch.nonzero(flat != IGNORED).flatten()
@@ -53,29 +52,29 @@ class Request:
 
 
 class Switch:
-    """Adapters of a stage are on, or the stage computes what it does without them."""
+    """Switch of a stage's adapters."""
 
     on = True
 
 
 class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
-    """Megatron's own output layer, with its parameters, checkpoints and collectives; only ``forward`` can do more.
+    """Megatron's output layer with the same parameters, checkpoints and collectives; only ``forward`` differs.
 
-    While a ``Request`` is set it returns float32 [s, b, 2] of (log-prob, entropy) over the whole vocabulary, equal on
-    all tensor-parallel ranks. GPTModel's transposed copy and Float16Module's upcast then meet this instead of [s, b,
-    V]. Logits are made of the positions that are asked for alone, [n, V] in the model's dtype; no other tensor has
-    their size, and the backward writes the gradient over them.
+    While a ``Request`` is set, ``forward`` returns float32 [s, b, 2] of (log-prob, entropy) over the whole vocabulary,
+    equal on all tensor-parallel ranks. GPTModel's transposed copy and Float16Module's upcast then process this instead
+    of [s, b, V]. Logits [n, V] in the model's dtype are computed for requested positions only. No other tensor has
+    their size, and the backward pass overwrites them with the gradient.
     """
 
     request: Request | None = None
     switch: Switch | None = None
     added: Callable[[], torch.Tensor]
-    """With a ``switch``: what an adapter adds to the weight [V, H]."""
+    """With a ``switch``: returns the adapter's addition to the weight [V, H]."""
 
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """[s, b, H] (a share of s where the sequence is cut) -> ([s, b, 2] or logits [s, b, V], None)."""
+        """[s, b, H] (a share of s with sequence parallelism) -> ([s, b, 2] or logits [s, b, V], None)."""
         request = self.request
         if self.switch is not None and self.switch.on:
             weight = (self.weight if weight is None else weight) + self.added()
@@ -83,7 +82,7 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
             output, bias = super().forward(input_, weight, runtime_gather_output)
             return output, bias
         columns = self.output_size_per_partition
-        # The whole sequence, where it is cut, for a moment: the backward needs the chosen rows alone.
+        # With sequence parallelism, gather the whole sequence briefly: the backward pass needs only the requested rows.
         gathers = self.sequence_parallel
         region = gather_from_sequence_parallel_region if gathers else copy_to_tensor_model_parallel_region
         hidden = region(input_, group=self.tp_group)
@@ -107,23 +106,23 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
 
 
 def install(stage: torch.nn.Module) -> None:
-    """Make the output layer of a GPTModel a ``LogProbHead``; nothing to do on a stage that has none."""
+    """Make the output layer of a GPTModel a ``LogProbHead``; do nothing on a stage without one."""
     layer = getattr(stage, "output_layer", None)
     if layer is None:
         return
     assert type(layer) is ColumnParallelLinear, f"Megatron's output layer is a {type(layer).__name__}"
     assert layer.bias is None and not layer.gather_output, "the head has no bias and its logits stay on their ranks"
     assert not getattr(stage, "mtp_process", False), "multi-token prediction needs logits"
-    # Its class alone, so that parameters, their names and whoever holds the layer stay as Megatron made them.
+    # Change only the class, so that parameters, names and references to the layer stay as Megatron made them.
     layer.__class__ = LogProbHead
 
 
 @contextmanager
 def requesting(stage: torch.nn.Module, request: Request) -> Iterator[None]:
-    """Within, a forward pass of ``stage`` (a bare GPTModel) gives log-probs; a stage without the head does as ever.
+    """Make forward passes of ``stage`` (a bare GPTModel) return log-probs within the context, if it has the head.
 
-    A forward pass needs the request, its backward does not: autograd has kept what that takes. So schedules may
-    interleave micro-batches as they like.
+    Only the forward pass needs the request, because autograd saves the backward pass's inputs. So schedules may
+    interleave micro-batches freely.
     """
     layer = getattr(stage, "output_layer", None)
     if layer is None:

@@ -1,9 +1,9 @@
-"""Low-rank adapters of a GPTModel's linear layers and its embedding, beside Megatron's own modules.
+"""Low-rank adapters of a GPTModel's linear layers and embedding, added to Megatron's unchanged modules.
 
-A's and B's are parameters of one module of a stage, ``lora``, under the names that ``reshard.adapters`` gives them. A
-hook of each adapted layer adds what they compute to the layer's output; the layer itself is Megatron's.
+A and B matrices are parameters of one module per stage, ``lora``, with the names of ``reshard.adapters``. A forward
+hook on each adapted layer adds the adapters' result to the layer's output.
 
-Shape legend: s tokens (a share of them where the sequence is cut), b rows, i inputs and o outputs of a layer on this
+Shape legend: s tokens (a share of them with sequence parallelism), b rows, i inputs and o outputs of a layer on this
 rank, r rank of an adapter.
 """
 
@@ -39,11 +39,11 @@ EXPERTS = ".mlp.experts."
 class Adapter(torch.nn.Module):
     """A and B of one logical tensor on this rank.
 
-    ``a`` [r, i] and ``b`` [o, r]. Of the two the one that is whole on several ranks has its gradient made whole: by a
-    collective of r numbers for each token, by Megatron's sum over shares of the sequence, or, in experts, whose tokens
-    are dealt out by the layer around them, by a collective of its own size.
+    ``a`` [r, i] and ``b`` [o, r]. If A or B is whole on several ranks, its gradient is summed over them. The sum is a
+    collective of r numbers per token, or Megatron's sum over shares of the sequence. In experts, whose tokens the
+    surrounding layer distributes, it is a collective of the matrix's size.
 
-    An embedding is a linear layer of one-hot inputs that is cut along these: its A is looked up.
+    An embedding is a linear layer with one-hot inputs, sharded along these: its A is looked up.
     """
 
     def __init__(self, local: LocalAdapter, layer: Any, dropout: float) -> None:
@@ -69,18 +69,18 @@ class Adapter(torch.nn.Module):
             parameter.sequence_parallel = False  # type: ignore[attr-defined]
         if self._columns or self._rows:
             cut.tensor_model_parallel = True  # type: ignore[attr-defined]
-            # An output layer gathers the sequence itself and computes from its weight (``product``).
+            # An output layer gathers the sequence, and computes from the weight that includes ``product``.
             whole.sequence_parallel = self._cut_sequence and not isinstance(layer, LogProbHead)  # type: ignore[attr-defined]
             if self._in_experts:
-                # Each expert counts once in the gradient's norm: on the first of the ranks that share it.
+                # Each expert counts once in the gradient norm: on the first of the ranks that share it.
                 whole.tensor_model_parallel = self._group is None or self._group.rank() == 0  # type: ignore[attr-defined]
         else:
-            for parameter in (self.a, self.b):  # whole everywhere, as the layer's own weight
+            for parameter in (self.a, self.b):  # whole everywhere, like the layer's weight
                 parameter.sequence_parallel = getattr(weight, "sequence_parallel", False)  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., i] -> [..., o]; the part of a sum over ranks that share an expert, where the layer's output is too. Of
-        an embedding int64 [b, s] -> [b, s, o], or [s, b, o] where its output is cut along the sequence."""
+        """[..., i] -> [..., o]; a partial sum over ranks that share an expert if the layer's output is one. For an
+        embedding int64 [b, s] -> [b, s, o], or [s, b, o] if its output is split along the sequence."""
         a, b = self.a, self.b
         if self._in_experts:
             if self._columns:
@@ -103,7 +103,7 @@ class Adapter(torch.nn.Module):
         return F.linear(z, b)
 
     def _looked_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """This rank's part of A's columns of tokens; zeros for tokens of other ranks."""
+        """Return A's columns for tokens of this rank; zeros for tokens of other ranks."""
         columns = self.a.t()
         place = tokens - self._first_token
         elsewhere = (place < 0) | (place >= len(columns))
@@ -113,13 +113,13 @@ class Adapter(torch.nn.Module):
         return found.transpose(0, 1).contiguous() if self._cut_sequence else found
 
     def product(self) -> torch.Tensor:
-        """scale · B·A [o, i], of an output layer whose log-probs are computed from its weight."""
+        """Return scale · B·A [o, i], for an output layer that computes log-probs from its weight."""
         a = copy_to_tensor_model_parallel_region(self.a, group=self._group)
         return (self.b @ a) * self.local.factors.scale
 
 
 class LayerAdapters:
-    """Adapters of one layer. Called as a forward hook of it."""
+    """Adapters of one layer, called as its forward hook."""
 
     def __init__(self, adapters: Sequence[Adapter], outputs: int, switch: Switch) -> None:
         self._adapters, self._switch = adapters, switch
@@ -142,7 +142,7 @@ class LayerAdapters:
 
 
 class Adapters(torch.nn.Module):
-    """All adapters of a stage, as ``stage.lora``: a tree of modules whose names are those of the layers."""
+    """All adapters of a stage, as ``stage.lora``: a tree of modules with the layers' names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ class Adapters(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Tensors of a checkpoint under their HF names, which no grid changes."""
+        """Return a checkpoint's tensors by HF name, which is the same on every grid."""
         found = {}
         for path, adapters in self.by_layer.items():
             for adapter in adapters:
@@ -174,7 +174,7 @@ class Adapters(torch.nn.Module):
 
 
 def _sharded(adapter: Adapter, which: str, *, experts: bool) -> Any:
-    """ShardedTensor of an A or B."""
+    """Make the ShardedTensor of an A or B."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     own, tensor = adapter.local.factors, getattr(adapter, which)
@@ -197,11 +197,11 @@ def _sharded(adapter: Adapter, which: str, *, experts: bool) -> Any:
 
 
 def install(chunks: Sequence[torch.nn.Module], layout: Layout, rank: int, factors: Any, lora: LoraConfig) -> None:
-    """Give this rank's model chunks new adapters, and train nothing else but ``modules_to_save`` and a score head.
+    """Add new adapters to this rank's model chunks.
 
     Args:
-        layout: The model's own.
-        factors: Of ``factors_of``.
+        layout: The model's layout.
+        factors: Result of ``factors_of``.
     """
     every = local_adapters(layout, factors, rank)
     for number, chunk in enumerate(chunks):
@@ -226,8 +226,8 @@ def install(chunks: Sequence[torch.nn.Module], layout: Layout, rank: int, factor
 
 
 def freeze(chunks: Sequence[torch.nn.Module], trained: Collection[str]) -> frozenset[str]:
-    """Leave every parameter as it is but adapters and those of the local names ``trained``. Return the names that are
-    parameters: a router's bias is none, and nothing trains it."""
+    """Freeze every parameter except adapters and the local names in ``trained``. Return the names that are parameters:
+    a router's bias is a buffer, which nothing trains."""
     found = set()
     for number, chunk in enumerate(chunks):
         prefix = f"chunk{number}." if len(chunks) > 1 else ""
@@ -236,7 +236,7 @@ def freeze(chunks: Sequence[torch.nn.Module], trained: Collection[str]) -> froze
             parameter.requires_grad_(name.startswith(f"{LORA}.") or prefix + name in trained)
             found |= {prefix + name}.intersection(trained)
         if getattr(stage, "pre_process", False):
-            # Megatron's recomputation gives parameters within it gradients only where its input has one.
+            # Megatron's recomputation gives inner parameters gradients only if its input has a gradient.
             stage.embedding.register_forward_hook(_with_gradient)
     return frozenset(found)
 
@@ -249,8 +249,8 @@ def _with_gradient(layer: torch.nn.Module, arguments: Any, output: torch.Tensor)
 
 @torch.no_grad()
 def _begin(adapter: Adapter, lora: LoraConfig, layout: Layout, rank: int) -> None:
-    """Give A its beginning, the same on every grid: drawn whole by the tensor's name, this rank's part of it kept.
-    An embedding's B is drawn instead, and its A stays zero."""
+    """Initialise A equally on every grid: draw the whole tensor by its name and keep this rank's part. For an embedding
+    draw B instead, and leave A zero."""
     own = adapter.local.factors
     drawn = own.b if own.is_embedding else own.a
     seed = int.from_bytes(hashlib.sha256(f"{lora.seed} {drawn}".encode()).digest()[:8], "big") >> 1
@@ -274,7 +274,7 @@ def _begin(adapter: Adapter, lora: LoraConfig, layout: Layout, rank: int) -> Non
 
 @contextmanager
 def without(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within, the chunks compute what they do without adapters."""
+    """Turn adapters off within the context."""
     stages: list[Any] = [unwrap(chunk) for chunk in chunks]
     switches: list[Switch] = [stage.lora.switch for stage in stages]
     for switch in switches:

@@ -1,4 +1,4 @@
-"""Multipliers of embeddings, residuals and logits, and norms of residuals, which Megatron-Core's layers do not have."""
+"""Multipliers of embeddings, residuals and logits, and norms of residuals, which Megatron-Core's layers lack."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WithBias = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class Residual(torch.nn.Module):
-    """Adds what a layer has computed, normed and times a number, in the place of Megatron's bias-dropout-add (without
+    """Adds a layer's output, normed and multiplied, to the residual; replaces Megatron's bias-dropout-add (without
     dropout).
 
     Args:
@@ -26,11 +26,11 @@ class Residual(torch.nn.Module):
         self.norm = None if norm is None else norm()
 
     def forward(self, training: bool, fused: bool) -> Callable[[WithBias, torch.Tensor, float], torch.Tensor]:
-        """Return the function of (output and bias, residual, dropout), as Megatron's layers call it."""
+        """Return the function of (output and bias, residual, dropout) that Megatron's layers call."""
 
         def add(output: WithBias, residual: torch.Tensor, dropout: float) -> torch.Tensor:
             x, bias = output
-            # Megatron enables gradients here; where the layer has none, the norm's weight must not begin a graph.
+            # Megatron enables gradients here; if the layer has none, the norm's weight must not begin a graph.
             with torch.set_grad_enabled(x.requires_grad):
                 x = x if bias is None else x + bias
                 x = x if self.norm is None else self.norm(x)
@@ -40,11 +40,11 @@ class Residual(torch.nn.Module):
 
 
 def install(stage: Any, numbers: Multipliers, *, logits: bool) -> None:
-    """Multiply the embeddings of a stage, and divide its logits, by scaling what the output layer takes.
+    """Multiply the embeddings of a stage, and divide its logits by scaling the output layer's input.
 
     Args:
         stage: A GPTModel.
-        logits: It has logits: a score head's number is not divided.
+        logits: The stage returns logits; a score is not divided.
     """
     if stage.pre_process and numbers.embedding != 1.0:
         stage.embedding.register_forward_hook(lambda module, given, out: out * numbers.embedding)

@@ -1,4 +1,4 @@
-"""Norms of Megatron's local spec: RMSNorm of hidden states, of heads, and of all heads together.
+"""Norms for Megatron's local spec: RMSNorm of hidden states, of each head, and of all heads together.
 
 Shape legend: h query heads (or key heads) of this rank, d width of a head.
 """
@@ -15,10 +15,10 @@ from megarl.weights.architectures.table import NormRules
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """The local spec's norm, usable with sequence parallelism: Megatron reduces gradients of weights so marked.
+    """The local spec's norm, marked for sequence parallelism: Megatron then reduces the weight's gradient.
 
     Args:
-        own_eps: Epsilon in place of the one of all norms, ``eps``.
+        own_eps: Epsilon for this norm instead of the model-wide ``eps``.
         zero_centred: Multiply by 1 + weight, in float32 (Gemma).
     """
 
@@ -45,12 +45,12 @@ class RMSNorm(torch.nn.RMSNorm):
 class WholeWidthNorm(torch.nn.Module):
     """RMSNorm of a token's queries (or keys) over the heads of all tensor-parallel ranks.
 
-    Every rank has the whole weight and uses the part of its own heads. Megatron adds up the ranks' gradients of weights
-    with ``q_layernorm`` or ``k_layernorm`` in their name. So a part gets the gradients of all ranks that use the part.
+    Every rank has the whole weight and uses its heads' part. Megatron sums gradients of weights with ``q_layernorm`` or
+    ``k_layernorm`` in their name over the ranks, so each part gets the gradients of all ranks that use it.
 
     Args:
         hidden_size: Width of a head.
-        heads: Heads of the model. Where there are fewer than ranks, neighbouring ranks have the same one.
+        heads: Heads of the model. With fewer heads than ranks, neighbouring ranks share one.
     """
 
     def __init__(self, config: Any, hidden_size: int, heads: int, eps: float = 1e-5, **unused: Any) -> None:
@@ -73,14 +73,14 @@ class WholeWidthNorm(torch.nn.Module):
 
         rows = x.flatten(-2).float()
         squares = rows.square().sum(-1, keepdim=True) / self.copies
-        # Forward and backward add up over the ranks: every rank's output depends on every rank's squares.
+        # Forward and backward sum over the ranks: every rank's output depends on every rank's squares.
         squares = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normed = rows * torch.rsqrt(squares / self.width + self.eps)
         return (self.weight[self.first : self.last] * normed).to(x.dtype).view_as(x)
 
 
 def norm_of(rules: NormRules) -> Any:
-    """Return the spec of the norms of hidden states and heads."""
+    """Return the spec for norms of hidden states and heads."""
     from megatron.core.transformer.spec_utils import ModuleSpec
 
     return ModuleSpec(module=RMSNorm, params={"zero_centred": True}) if rules.zero_centred else RMSNorm
@@ -113,7 +113,7 @@ def _whole_width(heads: int) -> Any:
 
 
 def after(config: Any, rules: NormRules) -> Callable[[], torch.nn.Module] | None:
-    """Return what makes a norm of an output of attention or MLP, or None for a family without them."""
+    """Return a function that makes the norm after attention or MLP, or None for a family without such norms."""
     if not rules.after:
         return None
     eps = config.layernorm_epsilon

@@ -1,4 +1,4 @@
-"""Parts of layers that are computed again in the backward pass, and the models that have them."""
+"""Parts of layers that the backward pass recomputes, and a check that a model has them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.weights.architectures import ModelSizes
 
 
 def lacking(sizes: ModelSizes) -> dict[str, str]:
-    """Module that a model does not have -> reason, in words for the user."""
+    """Return module that a model lacks -> reason, worded for the user."""
     found = {
         "mlp": ("has experts in every layer; take moe", len(sizes.moe_layers) == sizes.num_layers),
         "moe": ("has no experts", not sizes.moe_layers),
@@ -21,7 +21,7 @@ def lacking(sizes: ModelSizes) -> dict[str, str]:
 
 
 def recompute_settings(model: ModelConfig, sizes: ModelSizes) -> dict[str, Any]:
-    """Megatron's settings for ``model.recompute``. A model of another role may lack modules that the actor has."""
+    """Return Megatron's settings for ``model.recompute``. Models of other roles may lack modules that the actor has."""
     match model.recompute:
         case "selective":
             modules = [module for module in model.recompute_modules if module not in lacking(sizes)]

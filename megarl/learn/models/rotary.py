@@ -1,8 +1,8 @@
-"""Rotary position embedding: the frequencies of each layer, and packed sequences with tables that layers share.
+"""Rotary position embedding: frequencies per layer, and packed sequences with tables that layers share.
 
-Megatron-Core has one rotary embedding for all layers. Of packed sequences it cuts the table in each layer, for
-queries and for keys, sequence by sequence, and takes its sines again. Its lengths come from the device each time.
-Here that is done once for each forward pass.
+Megatron-Core has one rotary embedding for all layers. For packed sequences each layer slices the table per sequence,
+for queries and for keys, and computes sines again; the lengths are read from the device each time. Here this happens
+once per forward pass.
 
 Shape legend: t tokens of packed sequences on this rank, h heads of this rank, d width of a head, r width that rotates.
 """
@@ -21,16 +21,16 @@ from megarl.weights.architectures.rope import Rope
 
 
 def by_token(cu_seqlens: torch.Tensor) -> torch.Tensor:
-    """Mark the sequences of a micro-batch whose angles are given for each of this rank's tokens, not by position."""
+    """Mark a micro-batch's sequences as having angles per token of this rank, instead of per position."""
     cu_seqlens._megarl_by_token = True  # type: ignore[attr-defined]
     return cu_seqlens
 
 
 def install(stage: Any, ropes: Sequence[Rope | None]) -> None:
-    """Give each layer of a GPTModel its rotary embedding, and all of them ``rotate_packed``. Safe to call again.
+    """Give each layer of a GPTModel its rotary embedding, and all layers ``rotate_packed``. Safe to call again.
 
     Args:
-        ropes: Of each layer of the whole model; () leaves Megatron's own.
+        ropes: One for each layer of the whole model; () keeps Megatron's embedding.
     """
     from megatron.core.models.common.embeddings import rope_utils
 
@@ -47,7 +47,7 @@ def install(stage: Any, ropes: Sequence[Rope | None]) -> None:
             continue
         if rope != main:
             layer.self_attention.register_forward_pre_hook(_Replaced(embeddings[rope]), with_kwargs=True)
-        if rope.attention_factor != 1.0:  # of queries and of keys, so its square of their product
+        if rope.attention_factor != 1.0:  # scales queries and keys, so their product by its square
             core = layer.self_attention.core_attention
             scale = layer.config.kv_channels**-0.5 if core.softmax_scale is None else core.softmax_scale
             core.softmax_scale = scale * rope.attention_factor**2
@@ -56,7 +56,7 @@ def install(stage: Any, ropes: Sequence[Rope | None]) -> None:
 
 
 class _Replaced:
-    """Hook that gives a layer the angles of its own embedding in the place of the model's."""
+    """Hook that gives a layer its own angles instead of the model's."""
 
     def __init__(self, embedding: Any) -> None:
         self.embedding = embedding
@@ -68,9 +68,9 @@ class _Replaced:
 
 
 def frequencies(rope: Rope, width: int) -> torch.Tensor:
-    """float32 [width / 2]: radians per token, with the bits of transformers.
+    """Return float32 [width / 2]: radians per token, with the same bits as transformers.
 
-    Sources: linear is of kaiokendev, YaRN 2309.00071; llama3 is Llama 3.1's.
+    Sources: linear by kaiokendev, YaRN 2309.00071; llama3 from Llama 3.1.
     """
     powers = rope.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     plain = 1.0 / powers
@@ -103,17 +103,17 @@ def rotate_packed(
     cp_group: Any = None,
     mla_rotary_interleaved: bool = False,
 ) -> torch.Tensor:
-    """Rotate by each token's position in its own sequence (RoPE, arXiv:2104.09864); the bits are Megatron's.
+    """Rotate by each token's position in its sequence (RoPE, arXiv:2104.09864), with Megatron's bits.
 
     Args:
         t: [t, h, d].
-        cu_seqlens: [n+1] int32, of whole sequences. The tables are kept on it for the layers to come.
-        freqs: [longest sequence, 1, 1, r], float32; [t, 1, 1, r] where ``cu_seqlens`` is marked with ``by_token``.
+        cu_seqlens: [n+1] int32, of whole sequences. Tables are cached on it for later layers.
+        freqs: [longest sequence, 1, 1, r], float32; [t, 1, 1, r] if ``by_token`` marked ``cu_seqlens``.
         rotary_interleaved: Pairs are neighbours, not halves.
         multi_latent_attention: Pairs are neighbours in ``t`` and halves in the result.
         mscale: Factor of both tables (YaRN).
         cp_group: Context-parallel group; a rank has the two zigzag chunks of each sequence.
-        mla_rotary_interleaved: Name of ``multi_latent_attention`` in 0.19.
+        mla_rotary_interleaved: Name of ``multi_latent_attention`` in Megatron-Core 0.19.
 
     Returns:
         [t, h, d].
@@ -128,7 +128,7 @@ def rotate_packed(
 
 
 def _rotated_half(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
-    """[t, h, r] with each pair (a, b) as (-b, a)."""
+    """[t, h, r] with each pair (a, b) replaced by (-b, a)."""
     if interleaved:
         return torch.stack((-t[..., 1::2], t[..., ::2]), dim=-1).flatten(-2)
     a, b = t.chunk(2, dim=-1)
@@ -138,7 +138,7 @@ def _rotated_half(t: torch.Tensor, interleaved: bool) -> torch.Tensor:
 def _tables(
     cu_seqlens: torch.Tensor, freqs: torch.Tensor, mscale: float, dtype: torch.dtype, cp_group: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines of this rank's tokens, [t, 1, r] each, made once for each table of angles."""
+    """Return cosines and sines of this rank's tokens, [t, 1, r] each, computed once per table of angles."""
     key = (freqs.data_ptr(), freqs.shape, mscale, dtype)
     kept: dict[Any, Any] | None = getattr(cu_seqlens, "_megarl_rotary", None)
     if kept is None:
@@ -149,15 +149,15 @@ def _tables(
         else:
             packed = freqs.squeeze(1)
         tables = tuple((table * mscale).to(dtype) for table in (packed.cos(), packed.sin()))
-        kept[key] = tables, freqs  # freqs: its address stays
+        kept[key] = tables, freqs  # holding freqs keeps its address unique
     cos, sin = kept[key][0]
     return cos, sin
 
 
 def positions_of(cu_seqlens: torch.Tensor, cp_rank: int, cp: int) -> torch.Tensor:
-    """Position of each of this rank's tokens in its sequence, [t] int64, on the device of ``cu_seqlens``.
+    """Return the position of each of this rank's tokens in its sequence, [t] int64, on the device of ``cu_seqlens``.
 
-    Made by the first layer that asks: layers of latent attention have tables of their own.
+    The first layer computes it, for the separate tables of latent attention too.
     """
     kept: torch.Tensor | None = getattr(cu_seqlens, "_megarl_positions", None)
     if kept is not None:

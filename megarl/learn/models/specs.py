@@ -1,4 +1,4 @@
-"""Modules of a stage: Megatron's local spec with what it lacks, or TransformerEngine's."""
+"""Modules of a stage: Megatron's local spec with additions, or TransformerEngine's."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from megarl.weights.architectures.rope import ropes
 from megarl.weights.architectures.table import USUAL_NORMS, NormRules
 
 LATENT_NORM_EPS = 1e-6
-"""transformers builds the norms of latent attention with this, whatever ``rms_norm_eps`` is; Megatron has one epsilon
-for all norms."""
+"""Epsilon of latent attention's norms in transformers, regardless of ``rms_norm_eps``; Megatron has one for all
+norms."""
 
 
 FUSION_PACKAGES = {
     "gradient_accumulation_fusion": ("fused_weight_gradient_mlp_cuda", "NVIDIA's apex with its CUDA extensions"),
     "moe_permute_fusion": ("transformer_engine.pytorch", "TransformerEngine"),
 }
-"""Each of ``model.fusions`` -> the module that Megatron-Core takes it from, and what installs that."""
+"""Member of ``model.fusions`` -> (module that Megatron-Core imports for it, package that provides the module)."""
 
 
 def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError where ``model.transformer_impl``, one of ``model.fusions`` or ``model.moe_dispatcher`` cannot
-    be built on this machine. Cheap for defaults."""
+    """Raise ConfigError if this machine cannot provide ``model.transformer_impl``, ``model.fusions`` or
+    ``model.moe_dispatcher``. Cheap for defaults."""
     for fusion in model.fusions:
         _check_package(f"model.fusions has {fusion}", *FUSION_PACKAGES[fusion], "leave it out", parallel)
     if model.transformer_impl == "transformer_engine":
@@ -61,8 +61,8 @@ def _check_package(setting: str, module: str, package: str, fix: str, parallel: 
 def block_spec(
     config: Any, model: ModelConfig, vp_stage: int | None = None, residual: float = 1.0, rules: NormRules = USUAL_NORMS
 ) -> Any:
-    """TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts as ``config``
-    says, with norms as ``rules`` says; what attention and MLP compute is multiplied by ``residual`` before it is
+    """Make TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts by
+    ``config``, with norms by ``rules``. Outputs of attention and MLP are multiplied by ``residual`` before they are
     added."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
@@ -74,7 +74,7 @@ def block_spec(
     if config.multi_latent_attention and config.q_lora_rank is None:
         megatron_private.keep_query_projection()
     if model.transformer_impl == "transformer_engine":
-        # Its own fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
+        # Fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
         return _balanced(_added(block, config, residual, rules), model)
     block = get_gpt_decoder_block_spec(
@@ -89,8 +89,8 @@ def block_spec(
             latent_norm = ModuleSpec(module=RMSNorm, params={"own_eps": LATENT_NORM_EPS})
             attention.kv_layernorm = latent_norm
             attention.q_layernorm = IdentityOp if config.q_lora_rank is None else latent_norm
-            # Whole on every rank, as under TransformerEngine. The local spec's own choice, cut and gathered again,
-            # loses the gradient that the other ranks' heads have for the shared rotary key.
+            # Whole on every rank, as with TransformerEngine. The local spec's sharded and gathered projection loses the
+            # gradient of the other ranks' heads for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
     return _balanced(_added(block, config, residual, rules), model)
 
@@ -108,8 +108,8 @@ def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:
 
 
 def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError where TransformerEngine's layers would compute another function than megarl's own: other norms,
-    windows, sinks, the scale of YaRN."""
+    """Raise ConfigError if TransformerEngine's layers would compute another function than megarl's: other norms,
+    windows, sinks, YaRN's scale."""
     if model.transformer_impl != "transformer_engine":
         return
     arch = architecture(hf_config)

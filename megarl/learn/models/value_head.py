@@ -1,10 +1,9 @@
-"""The scalar head of a critic or reward model: a GPTModel stage that gives one number for each position.
+"""The scalar head of a critic or reward model: a GPTModel stage that returns one number per position.
 
 Shape legend: s sequence length, b rows of the micro-batch, H hidden size.
 
-Source: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification``: a linear without bias after the last
-    norm);
-Megatron-Core 0.16.1 ``models/gpt/gpt_model.py``.
+Sources: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification``: a linear layer without bias after
+the last norm); Megatron-Core 0.16.1 ``models/gpt/gpt_model.py``.
 """
 
 from __future__ import annotations
@@ -19,14 +18,14 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 
 class ScoreHead(torch.nn.Module):
-    """A linear of one row, whole on every tensor-parallel rank, in the place of GPTModel's output layer.
+    """A linear layer with one row, whole on every tensor-parallel rank, in place of GPTModel's output layer.
 
     Under sequence parallelism each rank scores its share of the sequence and the scores are gathered, which moves H
-    times less than gathering what they are computed from. The weight's gradient is then that of the share: the mark
-    ``sequence_parallel`` makes Megatron add the shares up (``finalize_model_grads``). Without it every rank has the
-    whole gradient.
+    times less data than gathering hidden states. Each rank then has the weight gradient of its share, and the mark
+    ``sequence_parallel`` makes Megatron sum the shares (``finalize_model_grads``). Without sequence parallelism every
+    rank has the whole gradient.
 
-    Saved as Megatron saves any tensor that all ranks of a stage have alike, under ``output_layer.weight``.
+    Saved under ``output_layer.weight``, like any tensor that is equal on all ranks of a stage.
     """
 
     def __init__(self, config: Any, tp_group: torch.distributed.ProcessGroup) -> None:
@@ -39,10 +38,10 @@ class ScoreHead(torch.nn.Module):
     def forward(
         self, input_: torch.Tensor, weight: torch.Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[torch.Tensor, None]:
-        """[s, b, H] (a share of s where the sequence is cut) -> (float32 [s, b, 1], equal on all tensor-parallel ranks;
+        """[s, b, H] (a share of s with sequence parallelism) -> (float32 [s, b, 1], equal on all tensor-parallel ranks;
         None).
 
-        Computed in float32 whatever the model's dtype is: a value of 100 in bfloat16 is known to within 0.25 only.
+        Computed in float32 for every model dtype: bfloat16 resolves a value of 100 only to within 0.25.
         """
         assert weight is None, "a score head is tied to nothing"
         scores = F.linear(input_.float(), self.weight.float())
@@ -55,11 +54,11 @@ class ScoreHead(torch.nn.Module):
 
 
 class ScoreModel(GPTModel):  # type: ignore[misc]
-    """Megatron's own model; only its checkpoints are read more strictly."""
+    """Megatron's GPTModel with a stricter check of checkpoints."""
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Megatron lets an output weight of another shape pass, for vocabularies that are padded otherwise. Here that
-        would take the first row of a language model's output weight for the head, without a word."""
+        """Require the output weight's exact shape. Megatron accepts another shape, for vocabularies with other padding,
+        and would silently load the first row of a language model's output weight as the head."""
         state: dict[str, Any] = super().sharded_state_dict(prefix, *args, **kwargs)
         if self.post_process:
             state[f"{prefix}output_layer.weight"].allow_shape_mismatch = False
@@ -67,10 +66,9 @@ class ScoreModel(GPTModel):  # type: ignore[misc]
 
 
 def smallest_output(gpt: Mapping[str, Any], pre_process: bool, post_process: bool, tp: int) -> dict[str, Any]:
-    """GPTModel's arguments with an output weight that takes (next to) no memory until ``install`` replaces it.
+    """Return GPTModel's arguments for an output weight with (almost) no memory, which ``install`` replaces.
 
-    A model in one piece that shares its embedding allocates none; a last stage by itself needs the vocabulary for
-    nothing else.
+    A model with one stage shares its embedding and allocates none; a separate last stage needs no vocabulary otherwise.
     """
     if pre_process and post_process:
         return {**gpt, "share_embeddings_and_output_weights": True}
@@ -82,7 +80,7 @@ def smallest_output(gpt: Mapping[str, Any], pre_process: bool, post_process: boo
 
 
 def install(stage: torch.nn.Module) -> None:
-    """Put a ``ScoreHead`` in the place of a GPTModel's output layer; nothing to do on a stage that has none."""
+    """Replace a GPTModel's output layer by a ``ScoreHead``; do nothing on a stage without one."""
     assert type(stage) is GPTModel, f"not Megatron's model: {type(stage).__name__}"
     model: Any = stage
     if getattr(model, "output_layer", None) is None:
@@ -90,6 +88,6 @@ def install(stage: torch.nn.Module) -> None:
     assert not getattr(model, "mtp_process", False), "multi-token prediction needs logits"
     model.__class__ = ScoreModel
     model.output_layer = ScoreHead(model.config, model.pg_collection.tp)
-    if model.share_embeddings_and_output_weights:  # as ``smallest_output`` asked for
+    if model.share_embeddings_and_output_weights:  # set by ``smallest_output``
         model.share_embeddings_and_output_weights = False
         del model.embedding.word_embeddings.weight.zero_out_wgrad

@@ -1,7 +1,7 @@
-"""The vision tower of a GPTModel's first stage, and rotary positions of three axes on every stage.
+"""The vision tower of a GPTModel's first stage, and three-axis rotary positions on every stage.
 
-The tower is transformers' own module, whole on every rank of the stage. Each rank computes the vectors of a
-micro-batch's images and puts those that fall into its share of the tokens in the place of their embeddings.
+The tower is transformers' module, whole on every rank of the stage. Each rank computes the vectors of a micro-batch's
+images, and inserts those in its share of the tokens into the embeddings.
 
 Shape legend: s tokens on this rank, b rows of the micro-batch, S tokens of the micro-batch on this context-parallel
 rank, H hidden size, d width of a head.
@@ -27,16 +27,16 @@ class Vectors:
     values: torch.Tensor
     """[n, H]"""
     source: torch.Tensor
-    """int64 [b, S]: which of them stands here; -1 where a token does."""
+    """int64 [b, S]: index of the vector at this position; -1 for a token."""
 
 
 class ImageEmbedding(LanguageModelEmbedding):  # type: ignore[misc]
-    """Megatron's own embedding, which puts vectors of images among those of tokens while it is given some."""
+    """Megatron's embedding, which also inserts image vectors while ``vectors`` is set."""
 
     vectors: Vectors | None = None
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor, tokentype_ids: Any = None) -> torch.Tensor:
-        """[b, S] -> [s, b, H]; s is a share of S where the sequence is cut."""
+        """[b, S] -> [s, b, H]; s is a share of S with sequence parallelism."""
         embedded: torch.Tensor = super().forward(input_ids, position_ids, tokentype_ids)
         if self.vectors is None:
             return embedded
@@ -50,8 +50,8 @@ class ImageEmbedding(LanguageModelEmbedding):  # type: ignore[misc]
 class SectionedRotary(torch.nn.Module):
     """Angles of M-RoPE (arXiv:2409.12191): sections of a head rotate by a token's time, row and column.
 
-    Megatron's own class wants CUDA, and cuts the sequence for context parallelism in a way that packed sequences are
-    not cut. Here the positions are those of this rank's tokens.
+    Megatron's class requires CUDA, and splits the sequence for context parallelism in a way that does not fit packed
+    sequences. Here the positions already belong to this rank's tokens.
     """
 
     def __init__(self, width: int, base: float) -> None:
@@ -59,7 +59,7 @@ class SectionedRotary(torch.nn.Module):
         self.inverse = 1.0 / base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
 
     def forward(self, position_ids: torch.Tensor, mrope_section: list[int], cp_group: Any = None) -> torch.Tensor:
-        """int64 [3, b, S], or [b, S] of text alone, -> float32 [S, b, 1, d]."""
+        """int64 [3, b, S], or [b, S] for text only -> float32 [S, b, 1, d]."""
         position_ids = position_ids.expand(3, *position_ids.shape[-2:])
         angles = position_ids[..., None].float() * self.inverse.to(position_ids.device)  # [3, b, S, d / 2]
         parts = angles.split(mrope_section, dim=-1)
@@ -68,11 +68,11 @@ class SectionedRotary(torch.nn.Module):
 
 
 def install(stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, *, trained: bool) -> None:
-    """Give a bare GPTModel what it needs for images; nothing to do for a text model.
+    """Prepare a bare GPTModel for images; do nothing for a text model.
 
     Args:
-        base: Of the rotary angles.
-        trained: The tower learns with the language model.
+        base: Base of the rotary angles.
+        trained: Train the tower with the language model.
     """
     gpt: Any = stage
     config = gpt.config
@@ -89,12 +89,12 @@ def install(stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, *
     keep_float32(gpt)
     for parameter in gpt.visual.parameters():
         parameter.requires_grad_(trained)
-        # Where the sequence is cut each rank has the gradient of its own share, and Megatron adds them up.
+        # With sequence parallelism each rank has the gradient of its share, and Megatron sums them.
         parameter.sequence_parallel = config.sequence_parallel
 
 
 def keep_float32(stage: torch.nn.Module) -> None:
-    """Give the tower's rotary frequencies their bits back: Float16Module casts every buffer, and engines have these in
+    """Restore the float32 bits of the tower's rotary frequencies: Float16Module casts every buffer, engines use
     float32."""
     tower: Any = getattr(stage, "visual", None)
     if tower is not None:
@@ -117,16 +117,16 @@ def _tower(vision_config: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Mod
 
 
 def has_sections(stage: torch.nn.Module) -> bool:
-    """True if a bare GPTModel takes positions of three axes."""
+    """True if a bare GPTModel takes three-axis positions."""
     return getattr(stage, "position_embedding_type", None) == "mrope"
 
 
 @contextmanager
 def showing(stage: torch.nn.Module, source: torch.Tensor, pixels: torch.Tensor, grids: torch.Tensor) -> Iterator[None]:
-    """Within, a forward pass of ``stage`` (a bare first stage) has the vectors of these images among its tokens.
+    """Insert these images' vectors in a forward pass of ``stage`` (a bare first stage) within the context.
 
     Args:
-        source: int64 [b, S], of this rank's tokens (``batching.images.Shown``).
+        source: int64 [b, S], for this rank's tokens (``batching.images.Shown``).
         pixels: float32 [p, w]
         grids: int64 [n, 3]
     """
@@ -142,7 +142,7 @@ def showing(stage: torch.nn.Module, source: torch.Tensor, pixels: torch.Tensor, 
 
 
 def _is_trained(gpt: Any) -> bool:
-    """True if an update changes the tower: all of it, a module of it, or its adapters."""
+    """True if an update changes the tower: the whole tower, a module of it, or its adapters."""
     adapters = getattr(gpt, LORA, None)
     of_tower = [] if adapters is None else [p for n, p in adapters.named_parameters() if n.startswith(TOWER)]
     return any(parameter.requires_grad for parameter in (*gpt.visual.parameters(), *of_tower))

@@ -1,4 +1,4 @@
-"""Context parallelism's one collective of ours: outputs of all shares of a sequence, on every rank of the group."""
+"""A collective for context parallelism: gather the outputs of all shares of a sequence on every rank of the group."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch.distributed as dist
 
 
 class _Gather(torch.autograd.Function):
-    """Every rank computes the same loss from what it gathers, so the gradient of its own share is its slice, not a
-    sum."""
+    """Gather; every rank computes the same loss from the result, so the gradient of its share is a slice, not a sum."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, columns: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -29,8 +28,8 @@ class _Gather(torch.autograd.Function):
 def gather_outputs(mine: torch.Tensor, columns: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """[b, S / cp, k] of every rank -> [b, S, k] in the order of the sequence, the same on all ranks of ``group``.
 
-    ``columns``: int64 [cp, S / cp], where in S each rank's share lies. The backward pass keeps a rank's own share of a
-    gradient that all ranks have alike.
+    ``columns``: int64 [cp, S / cp], the positions in S of each rank's share. The backward pass selects a rank's own
+    share of the gradient, which is equal on all ranks.
     """
     if group.size() == 1:
         return mine

@@ -1,10 +1,10 @@
-"""Meets what Megatron-Core (0.16.1, 0.19.2) assumes about CUDA, TransformerEngine and apex, where there is none.
+"""Adapts Megatron-Core (0.16.1, 0.19.2) to machines without CUDA, TransformerEngine or apex.
 
 On a CPU nothing of TransformerEngine or apex computes, installed or not. On a GPU only ``ON_EVERY_DEVICE`` is
-installed: two of these look for themselves whether the packages are there, and leave them alone.
+installed. Two of these functions check themselves whether the packages exist, and then change nothing.
 
-Each point is one function with its reason; ``tests/parallel/test_megatron_on_cpu.py`` shows each of them at work.
-Nothing here changes arithmetic: streams and events become no-ops, device names become "cpu".
+Each point is one function with its reason; ``tests/parallel/test_megatron_on_cpu.py`` tests each of them. Nothing here
+changes arithmetic: streams and events become no-ops, device names become "cpu".
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _installed = False
 
 
 class _NullObject:
-    """Stands for a CUDA stream, event or stream context: every method exists and does nothing."""
+    """Replaces a CUDA stream, event or stream context: every method exists and does nothing."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -38,7 +38,7 @@ class _NullObject:
 
 
 def install() -> bool:
-    """Make Megatron-Core run on this machine; True where that is a CPU. Safe to call twice."""
+    """Make Megatron-Core run on this machine; return True on a CPU. Safe to call twice."""
     global _installed
     on_cpu = not torch.cuda.is_available()
     if not _installed:
@@ -50,7 +50,7 @@ def install() -> bool:
 
 
 def _cuda_runtime() -> None:
-    """Megatron asks for the current device, streams, events and synchronisation without checking for CUDA."""
+    """Replace current device, streams, events and synchronisation; Megatron uses them without checking for CUDA."""
     cuda = torch.cuda
     cpu = torch.device("cpu")
     replacements: dict[str, Any] = {
@@ -72,7 +72,7 @@ def _cuda_runtime() -> None:
 
 
 def _device_literals() -> None:
-    """Schedules, gradient buffers and norm clipping make tensors with ``device="cuda"`` or pinned memory."""
+    """Create tensors on the CPU where schedules, gradient buffers and norm clipping ask for "cuda" or pinned memory."""
 
     def on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(factory)
@@ -86,9 +86,9 @@ def _device_literals() -> None:
 
         return make
 
-    # torch keeps these sets of its own functions once they are made. Made later, they had the replacements: then
+    # torch caches these sets of its functions. If cached later, they would contain the replacements: then
     # ``torch.device`` as a context no longer finds factories, and transformers' from_pretrained leaves rotary tables
-    # without values.
+    # uninitialised.
     _device_constructors()
     get_ignored_functions()
     for name in ("zeros", "ones", "empty", "full", "tensor", "arange", "empty_like", "zeros_like", "ones_like"):
@@ -99,7 +99,7 @@ def _device_literals() -> None:
 
 
 def _rng_state() -> None:
-    """Tensor-parallel RNG tracking saves and restores the CUDA generator; the CPU generator takes its place."""
+    """Replace the CUDA generator, which tensor-parallel RNG tracking saves and restores, by the CPU generator."""
     from megatron.core.tensor_parallel import random as megatron_random
 
     cuda = torch.cuda
@@ -112,7 +112,7 @@ def _rng_state() -> None:
 
 
 def _optimizer_dtype_names() -> None:
-    """Three optimizer functions compare ``Tensor.type()`` with names such as ``torch.cuda.FloatTensor``."""
+    """Return CUDA type names within three optimizer functions, which compare ``Tensor.type()`` with such names."""
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as megatron_optimizer
 
@@ -148,8 +148,8 @@ def _optimizer_dtype_names() -> None:
 class FusedLayoutAdamW(torch.optim.Optimizer):
     """torch's AdamW arithmetic with the state layout of apex/TE FusedAdam: one integer ``step`` per group.
 
-    Without apex or TE the distributed optimizer gives all parameters one shared ``step`` tensor on load and torch's
-    AdamW then increments it once per parameter, so training does not resume. With this layout it resumes bitwise.
+    Without apex or TE the distributed optimizer loads one shared ``step`` tensor for all parameters. torch's AdamW then
+    increments it once per parameter, so training does not resume. With this layout it resumes bitwise.
     """
 
     def __init__(
@@ -199,8 +199,8 @@ class FusedLayoutAdamW(torch.optim.Optimizer):
 
 
 def _fused_layout_adam() -> None:
-    """Use ``FusedLayoutAdamW`` and the distributed optimizer's FusedAdam branches; on a GPU leave the FusedAdam of apex
-    or TE alone."""
+    """Use ``FusedLayoutAdamW`` and the distributed optimizer's FusedAdam branches; on a GPU keep FusedAdam of apex or
+    TE."""
     import megatron.core.optimizer as optimizer
     from megatron.core.optimizer import distrib_optimizer
 
@@ -212,8 +212,8 @@ def _fused_layout_adam() -> None:
 
 
 def _local_implementations() -> None:
-    """Gradient norms, clipping and the router's products use TransformerEngine or apex where they can be imported;
-    those kernels read CUDA memory alone."""
+    """Use Megatron's own gradient norms, clipping and router products: kernels of TransformerEngine and apex need
+    CUDA."""
     from megatron.core import utils
     from megatron.core.optimizer import clip_grads
     from megatron.core.optimizer import optimizer as megatron_optimizer
@@ -223,12 +223,12 @@ def _local_implementations() -> None:
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
     clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
-    moe_utils.te_general_gemm = None  # None already beside TransformerEngine 2.11, which lacks a name of its import
+    moe_utils.te_general_gemm = None  # already None with TransformerEngine 2.11, which lacks one imported name
 
 
 def _absent_transformer_engine() -> None:
-    """Without TransformerEngine one module takes its placeholder for the real one, in 0.19 lacks the linear that its
-    layers may have, and two others forget to define a name."""
+    """Correct modules that misbehave without TransformerEngine: one uses the placeholder as the real class and in 0.19
+    lacks a linear layer, two others lack a name."""
     from megatron.core.extensions import transformer_engine
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
@@ -239,13 +239,13 @@ def _absent_transformer_engine() -> None:
         multi_latent_attention.HAVE_TE = False
         multi_latent_attention.Linear = Linear
         moe_utils.te_general_gemm = None
-        # Whatever is given but None, False too, asks TransformerEngine's state of FP8 (recompute_modules).
+        # Any value except None, even False, makes it query TransformerEngine's FP8 state (recompute_modules).
         make = CheckpointWithoutOutput.__init__
         CheckpointWithoutOutput.__init__ = lambda self, fp8=None: make(self, None)
 
 
 def _expert_counts_on_host() -> None:
-    """The token dispatcher wants its split sizes as numpy arrays and gets them so only from tensors on a GPU."""
+    """Return split sizes as numpy arrays to the token dispatcher, which gets them only from tensors on a GPU."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -255,8 +255,8 @@ def _expert_counts_on_host() -> None:
 
 
 def _uneven_shares() -> None:
-    """Experts cut by tensor parallelism (etp) exchange unequal numbers of tokens; NCCL takes unequal shares, gloo equal
-    ones."""
+    """Pad the unequal numbers of tokens that experts with tensor parallelism (etp) exchange: NCCL allows unequal
+    shares, gloo does not."""
     from megatron.core.tensor_parallel import mappings
 
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
@@ -287,8 +287,8 @@ def _uneven_shares() -> None:
 
 
 def _copied_outputs() -> None:
-    """0.19 fills an output that was discarded by an extension in C++, which ranks build in a folder of the user. The
-    lock of a rank that was killed meanwhile stays, and all later ones wait for it forever. 0.16 copies, as here."""
+    """Copy recomputed outputs in Python, as 0.16 does. 0.19 uses a C++ extension that ranks build in a user folder: the
+    lock of a rank killed during the build stays, and later ranks wait for it forever."""
     from megatron.core.tensor_parallel import random
 
     def copy(output: torch.Tensor, computed: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The trainer's grid as settings give it: what sizes go together, and the same grid as weight layouts name it."""
+"""The trainer's grid: checks of the sizes in the settings, and conversion to the grid of weight layouts."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 
 def megatron_grid(parallel: ParallelConfig) -> MegatronGrid:
-    """The one way from settings to ``reshard.layouts``."""
+    """Convert settings for ``reshard.layouts``; there is no other conversion."""
     return MegatronGrid(**{field.name: getattr(parallel, field.name) for field in fields(GridSizes)})
 
 
 def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, setting: str = "parallel") -> None:
-    """Raise ConfigError if the sizes make no grid, or (with ``sizes``) none to train the model on.
+    """Raise ConfigError if the sizes make no grid, or (with ``sizes``) no grid that can train the model.
 
-    ``reshard.layouts.megatron_layout`` checks that the grid divides the model. ``setting``: the section of the settings
-    that the grid comes from, for the error.
+    ``reshard.layouts.megatron_layout`` checks that the grid divides the model. ``setting``: the grid's section in the
+    settings, for the error.
     """
     megatron_grid(parallel).check(setting)
     if sizes is not None:
@@ -33,8 +33,8 @@ def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, se
 
 
 def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
-    """The sections of the settings whose models a job has beside the actor. The reference of an actor with adapters is
-    the actor without them."""
+    """Return the settings sections of a job's models other than the actor. An actor with adapters needs no reference
+    model: it is its own reference without them."""
     there = {
         "reference": algorithm.has_reference(config.algorithm) and not config.model.lora.is_used,
         "critic": "critic" in algorithm.roles,
@@ -45,10 +45,9 @@ def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
 
 
 def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, ParallelConfig]:
-    """Setting of each grid of the trainer's ranks -> the grid. A role that names none has the actor's; ``parallel``
-    comes first.
+    """Return setting -> grid for all models; a role without a grid uses the actor's, and ``parallel`` comes first.
 
-    ``roles``: those of the job beside the actor.
+    ``roles``: the job's models other than the actor.
     """
     sections = sections_of(config)
     return {"parallel": config.parallel} | {
@@ -57,9 +56,9 @@ def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, Parall
 
 
 def check_roles(config: Config, roles: Sequence[str] = ROLES) -> None:
-    """Raise ConfigError unless all roles' grids are made of the same ranks, by the same backend.
+    """Raise ConfigError unless all roles' grids use the same ranks and the same backend.
 
-    Each grid by itself, and against its model, is ``check_parallel``'s to check, and ``megatron_layout``'s.
+    ``check_parallel`` checks each grid itself; ``megatron_layout`` checks it against its model.
     """
     for setting, parallel in role_grids(config, roles).items():
         check_parallel(parallel, setting=setting)
@@ -80,8 +79,8 @@ def check_roles(config: Config, roles: Sequence[str] = ROLES) -> None:
 
 
 def with_dp(config: Config, dp: int) -> Config | None:
-    """Return the job with another number of data-parallel ranks, and as many ranks in every role's grid; None where a
-    role's other sizes do not divide them."""
+    """Return the job with another ``dp``, and equally many ranks in every role's grid; None if a role's sizes do not
+    divide them."""
     ranks = config.parallel.world_size // config.parallel.dp * dp
     smaller: dict[str, RoleConfig] = {}
     for role, section in sections_of(config).items():

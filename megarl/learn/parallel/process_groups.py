@@ -23,9 +23,9 @@ from megarl.learn.parallel.grid import check_parallel
 from megarl.weights.megatron_private import HYBRID, TRACKER, device_generator, group_names, put_device_generator
 
 BACKENDS = {"gloo": "gloo", "nccl": "cpu:gloo,cuda:nccl"}
-"""``parallel.backend`` in torch's words. Messages about a step stay on the host, and goes by gloo there too."""
+"""``parallel.backend`` -> torch's backend. Messages about a step stay on the host and use gloo, also with nccl."""
 LOOPBACK = "lo"
-"""Linux' name of the interface."""
+"""Name of Linux' loopback interface."""
 USUAL_S = 600.0
 
 
@@ -34,7 +34,7 @@ class Position:
     """Place of this rank in the grid. Global rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp * pp_rank)),
     Megatron's order.
 
-    Within a stage the same ranks, counted as etp_rank + etp * (ep_rank + ep * k), hold the experts.
+    Within a stage the same ranks hold the experts, counted as etp_rank + etp * (ep_rank + ep * k).
     """
 
     rank: int
@@ -49,8 +49,8 @@ class Position:
 
 
 def collective_timeout_s(stall_s: float) -> float:
-    """Seconds that collectives wait for a rank: torch's usual time, and longer than the supervisor, who can say for
-    which (``cluster.stall_s``)."""
+    """Return the timeout of collectives in seconds: torch's default, and longer than ``cluster.stall_s``, after which
+    the supervisor reports the stalled rank."""
     return max(USUAL_S, 2 * stall_s)
 
 
@@ -58,7 +58,7 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
     """Join the job's world (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and set up Megatron-Core's groups.
 
     Raises:
-        ConfigError: no grid has these sizes (see ``check_parallel``).
+        ConfigError: the sizes make no grid (see ``check_parallel``).
         ValueError: the world's size is not tp * cp * dp * pp.
     """
     check_parallel(parallel)
@@ -72,20 +72,20 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
             f"{parallel.world_size}"
         )
     if parallel.backend == "nccl":
-        torch.manual_seed(seed)  # else Megatron's way to seed a GPU does it
+        torch.manual_seed(seed)  # else Megatron's seeding of a GPU does it
         torch.backends.cudnn.allow_tf32 = (
-            False  # a float32 tower was off by 3e-4 on an H200, by its convolution probably
+            False  # a float32 tower was off by 3e-4 on an H200, probably by its convolution
         )
         torch.cuda.set_device(
             int(os.environ.get("LOCAL_RANK", os.environ["RANK"]))
-        )  # of those that the supervisor lets it see
+        )  # an index into the devices that the supervisor made visible
     if not dist.is_initialized():
         gloo_device.share()
         timeout = timedelta(seconds=timeout_s)
         rank = int(os.environ["RANK"])
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         if ipaddress.ip_address(socket.gethostbyname(host)).is_loopback:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # gloo would listen where the host's name points
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)  # else gloo listens where the host's name points
         dist.init_process_group(
             BACKENDS[parallel.backend],
             store=_store(host, port, world, rank, timeout),
@@ -107,13 +107,13 @@ def initialize(parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_
 
 
 def _store(host: str, port: int, world: int, rank: int, timeout: timedelta) -> TCPStore:
-    """The rendezvous; rank 0 listens on ``host`` alone, where torch would listen on every interface of the machine."""
+    """Open the rendezvous; rank 0 listens on ``host`` only, while torch would listen on every interface."""
     listening = socket.create_server((host, port)).detach() if rank == 0 else None
     return TCPStore(host, port, world, rank == 0, timeout, wait_for_workers=False, master_listen_fd=listening)
 
 
 def position() -> Position:
-    """Place of this rank in the grid in place."""
+    """Return the place of this rank in the active grid."""
     from megatron.core import parallel_state
 
     return Position(
@@ -130,21 +130,20 @@ def position() -> Position:
 
 
 class Grid:
-    """One model's process groups, so that models with different grids live in one world and take turns.
+    """One model's process groups, so that models with different grids alternate in one world.
 
-    Megatron-Core keeps the groups of one grid in module globals. ``active()`` puts this grid's there and, afterwards,
-    back what was there; random numbers too, so that a model draws the same whichever others there are. Groups are made
-    when the object is: every rank makes its grids in the same order.
+    Megatron-Core keeps the groups of one grid in module globals. ``active()`` sets them to this grid's, and restores
+    them afterwards. It also swaps random generators, so that a model draws the same numbers whichever other models
+    exist. The constructor creates the groups: every rank makes its grids in the same order.
 
-    Megatron's own way, handing a ``ProcessGroupCollection`` to every object, does not reach everywhere in 0.16.1:
-    schedules ask ``parallel_state`` for stages and virtual ranks, experts and checkpoints for replica numbers, the
-    optimizer for its gloo groups. One place that was missed would compute on another model's groups without a word, so
-    all of them are exchanged together.
+    Megatron also accepts a ``ProcessGroupCollection`` in every object, but in 0.16.1 not everywhere. Schedules ask
+    ``parallel_state`` for stages and virtual ranks, experts and checkpoints for replica numbers, the optimizer for gloo
+    groups. A missed place would silently compute on another model's groups, so all are swapped together.
     """
 
     def __init__(self, parallel: ParallelConfig, *, seed: int, timeout_s: float = USUAL_S) -> None:
-        """Makes the groups of ``parallel`` (in the world as it is, or joining it; see ``initialize`` for what it
-        raises) and leaves what was in place as it was."""
+        """Create the groups of ``parallel`` in the existing world, or join it (see ``initialize`` for errors); keep the
+        active grid."""
         cpu.install()
         before = _State.taken()
         _State.blank().put()
@@ -157,21 +156,21 @@ class Grid:
 
     @classmethod
     def initialized(cls, parallel: ParallelConfig) -> Grid:
-        """The grid that ``initialize`` has put in place for good, as an object to come back to."""
+        """Return the grid that ``initialize`` has activated for good, as an object to reactivate."""
         grid = cls.__new__(cls)
         grid.parallel, grid.position, grid._state = parallel, position(), _State.taken()
         return grid
 
     @contextmanager
     def active(self) -> Iterator[Position]:
-        """Within, Megatron computes on this grid. May be nested in another's, not within itself: random numbers would
-        repeat."""
+        """Activate this grid for Megatron. May be nested in another grid's context, but not in its own: random numbers
+        would repeat."""
         before = _State.taken()
         self._state.put()
         try:
             yield self.position
         finally:
-            self._state = _State.taken()  # what was drawn, and buffers made on demand
+            self._state = _State.taken()  # keep the advanced generators, and buffers made on demand
             before.put()
 
 
@@ -180,11 +179,11 @@ class _State:
     """Module state of Megatron-Core for one grid."""
 
     groups: dict[str, Any]
-    """Globals of parallel_state."""
+    """Globals of ``parallel_state``."""
     tracker: dict[str, Any]
-    """Globals of tensor_parallel.random: the generators of what tensor parallelism cuts."""
+    """Globals of ``tensor_parallel.random``: the generators for tensor-parallel values."""
     generator: torch.Tensor
-    """State of the device's own generator, which the seed of a grid sets too."""
+    """State of the device's default generator, which a grid's seed also sets."""
 
     @classmethod
     def taken(cls) -> _State:
@@ -196,7 +195,7 @@ class _State:
 
     @classmethod
     def blank(cls) -> _State:
-        """State before the first grid. The generator stays as it is: the next seed sets it."""
+        """Return the state before the first grid. It includes the current generator: the next seed resets it."""
         groups: dict[str, Any] = dict.fromkeys(group_names())
         return cls(groups | {HYBRID: {}}, dict(TRACKER), device_generator())
 

@@ -1,4 +1,4 @@
-"""Adapters of one model on one rank: where they lie, and the model's tensors with them and without."""
+"""Adapters of one model on one rank: their layout, and the model's tensors with and without them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megarl.weights.reshard.layout import Layout
 
 
 class ModelAdapters:
-    """Adapters of a model's chunks, which ``install`` has made.
+    """Adapters of a model's chunks; the constructor installs them.
 
     Args:
         base: Layout of the model's own tensors.
@@ -53,25 +53,25 @@ class ModelAdapters:
         self.layout = adapter_layout(base, self.factors)
         self.local = local_adapters(base, self.factors, rank)
         self.saved = trained_whole(base.tensors, config, head)
-        """HF names of the model's own tensors that are trained whole."""
+        """HF names of the base model's tensors that are trained whole."""
         self.file_layout = file_layout(base, self.layout, self.saved)
-        """Layout of what PEFT's files have: ``layout``, and that of the tensors ``saved``."""
+        """Layout of PEFT's files: ``layout``, and the layout of the tensors ``saved``."""
         self.part = TrainedPart.of(hf_config, config, head)
-        """Number of parameters that are trained, and of all."""
+        """Numbers of trained parameters and of all parameters."""
         lora.install(chunks, base, rank, self.factors, config)
         saved = set(self.saved)
         found = {row.local for row, _ in base.rows_of(rank) if not saved.isdisjoint(row.parts)}
         self.saved_locals = lora.freeze(chunks, found)
-        """Local names of those that this rank has."""
+        """Local names of the wholly trained tensors on this rank."""
         self._originals: dict[str, torch.Tensor] = {}
 
     def keep_originals(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Keep copies of the tensors that are trained whole, as they are in the model itself."""
+        """Keep copies of the wholly trained tensors as they are in the base model."""
         self._originals = {name: tensors[name].clone() for name in self.saved_locals}
 
     @contextmanager
     def left_out(self, chunks: Sequence[torch.nn.Module], tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Within, the chunks are the model itself: without adapters, and with what it had where it is trained whole."""
+        """Make the chunks compute the base model within the context: without adapters, and with original tensors."""
         trained = {name: tensors[name].clone() for name in self._originals}
         try:
             _write(tensors, self._originals)
@@ -81,23 +81,22 @@ class ModelAdapters:
             _write(tensors, trained)
 
     def load(self, folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Load PEFT's files into a rank's adapters and the modules that are trained whole; ``Model.weights_changed``
-        comes after it.
+        """Load PEFT's files into a rank's adapters and wholly trained modules; call ``Model.weights_changed``
+        afterwards.
 
-        Raises CheckpointError where the files are not those of these adapters.
+        Raises CheckpointError if the files do not fit these adapters.
         """
         peft.load_adapter(folder, self.file_layout, self.rank, tensors, self._hf_config)
 
     def save(self, target: Path, tensors: Mapping[str, torch.Tensor], base: str) -> dict[str, int]:
-        """Write the adapters and the modules that are trained whole as PEFT's files; every rank calls it, rank 0
-        writes.
+        """Write the adapters and wholly trained modules as PEFT's files; every rank calls it, rank 0 writes.
 
         Args:
             tensors: Local name -> tensor of this rank.
-            base: Path or name of the model that the adapters are for.
+            base: Path or name of the adapters' base model.
 
         Returns:
-            HF name -> digest of this rank's part of what was written.
+            HF name -> digest of this rank's part of the written tensor.
         """
         return peft.write_adapter(
             target,
@@ -113,7 +112,7 @@ class ModelAdapters:
         )
 
     def base_digest(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Digest of the model that the adapters are for, in hexadecimal: the same on every grid. Every rank calls it.
+        """Return the hexadecimal digest of the adapters' base model, the same on every grid. Every rank calls it.
 
         Args:
             tensors: Local name -> tensor of this rank.
@@ -143,7 +142,7 @@ class ModelAdapters:
         return f"{int(total.numpy().view(np.uint64)[0]):016x}"
 
     def adapted(self, tensors: Mapping[str, torch.Tensor]) -> AdaptedModel:
-        """A rank's tensors of both kinds, told apart."""
+        """Return a rank's tensors, separated into base tensors and adapters."""
         own = {name: tensor for name, tensor in tensors.items() if not is_adapter(name)}
         factors = {name: tensor for name, tensor in tensors.items() if is_adapter(name)}
         return AdaptedModel(own, factors, self.local, self.saved_locals)
@@ -156,8 +155,8 @@ def _write(tensors: Mapping[str, torch.Tensor], values: Mapping[str, torch.Tenso
 
 
 def share_base(lender: Sequence[torch.nn.Module], chunks: Sequence[torch.nn.Module]) -> None:
-    """Let a model with adapters compute with the memory of another one of the same base and grid, where nothing trains
-    either's."""
+    """Make a model with adapters use the memory of another model with the same base and grid, for parameters that
+    neither trains."""
     for theirs, own in zip(lender, chunks, strict=True):
         known = {name: p for name, p in unwrap(theirs).named_parameters() if not p.requires_grad}
         for name, parameter in unwrap(own).named_parameters():

@@ -1,6 +1,6 @@
-"""A model of one rank, frozen or trained: Megatron's modules, its outputs for a step's sequences, and updates.
+"""A model on one rank, frozen or trained: Megatron's modules, their outputs for a step's sequences, and updates.
 
-Shape legend: T positions of ``Sequences``, a rank's share of a step or all of it; k outputs of the head at each:
+Shape legend: T positions of ``Sequences`` (a rank's share of a step, or the whole step); k outputs of the head at each:
 log-prob and entropy, or a score.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> MicroBatching:
-    """Limits of the micro-batches of a model on this grid."""
+    """Return the micro-batch limits of a model on this grid."""
     return MicroBatching(
         dp=parallel.dp,
         cp=parallel.cp,
@@ -53,13 +53,13 @@ def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> Micr
 
 
 Grid = Callable[[], AbstractContextManager[Any]]
-"""Puts a model's process groups in place."""
+"""Makes a context that activates a model's process groups."""
 
 
 class Model:
-    """Megatron's modules of a model, and what they compute. Alone it is a frozen model: the reference, a reward model.
+    """Megatron's modules of a model, and their outputs. Used directly for frozen models: reference, reward model.
 
-    ``head`` None makes a model that scores. ``grid``: of a model whose grid is not the one that is in place.
+    ``head`` None makes a model that scores. ``grid``: activates the model's grid if that differs from the current one.
     """
 
     def __init__(
@@ -92,31 +92,30 @@ class Model:
                 rank = dist.get_rank()
                 self.adapters = ModelAdapters(hf_config, model.lora, self.chunks, self.layout, rank, kind)
         self.replays_routing = False
-        """Set where the model's routers choose the experts of ``Sequences.routing``: engines that record it have its
-        weights."""
+        """True if the routers replay ``Sequences.routing``: the engines that recorded it have this model's weights."""
         self.residents = Residents()
-        """What may leave the device; none until ``train/memory/phase_memory.py`` takes charge of it."""
+        """Memory that may leave the device; empty until ``train/memory/phase_memory.py`` manages it."""
         self.optimizer: Optimizer | None = None
-        """Writes the weights of a model that is trained; None for a frozen one."""
+        """Optimizer of a trained model; None for a frozen one."""
         self.gathered = True
-        """False between an optimizer step whose parameters the next forward pass gathers, and that pass."""
+        """False from an optimizer step until the next forward pass, which gathers the step's parameters."""
         self._written: dict[str, int] | None = None
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Local name -> data of the model's own parameters. Raises NotResident, as all that reads or writes a model."""
+        """Local name -> data of the base model's parameters. Raises NotResident, like every access to a model."""
         return {name: tensor for name, tensor in self.all_tensors.items() if not is_adapter(name)}
 
     @property
     def all_tensors(self) -> dict[str, torch.Tensor]:
-        """``tensors``, and those of its adapters."""
+        """``tensors`` and the adapters' tensors."""
         assert self.gathered, "finish_gather() comes first"
         self.residents.require("parameters")
         return named_tensors(self.chunks if len(self.chunks) > 1 else self.chunks[0])
 
     def proven_tensors(self) -> Mapping[str, torch.Tensor]:
-        """``tensors`` with the adapters in them, to be sent or written to files. Every rank calls it. Raises
-        WeightsDiffer where an optimizer wrote others."""
+        """Return ``tensors`` with adapters merged in, to send or to write to files. Every rank calls it. Raises
+        WeightsDiffer if the optimizer wrote other values."""
         adapters = self.adapters
         tensors = self.tensors if adapters is None else MergedTensors(adapters.adapted(self.all_tensors))
         if self.optimizer is not None:
@@ -124,7 +123,7 @@ class Model:
         return tensors
 
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
-        """Weights of an HF checkpoint; ``score``: the source of a score head (``checkpoint.hf.load_into``)."""
+        """Load an HF checkpoint; ``score``: source of a score head (``checkpoint.hf.load_into``)."""
         hf.load_into(path, self.layout, dist.get_rank(), self.tensors, score=score)
         self._model_changed()
 
@@ -134,10 +133,10 @@ class Model:
         self.weights_changed()
 
     def copy_from(self, source: Model, *, bucket_bytes: int) -> None:
-        """Another model's weights, slice by slice from its grid to this one's, proven equal; a head that only one of
-        them has stays as it is. Every rank calls it.
+        """Copy another model's weights, slice by slice from its grid to this one's, and verify them. A head that only
+        one model has is not changed. Every rank calls it.
 
-        A model with adapters takes another one's without its adapters: both are for the same model, also after a
+        Between models with adapters only base tensors are copied: both have the same base model, also after a
         resume."""
         bare = self.adapters is not None and source.adapters is not None
         copy_weights(
@@ -152,7 +151,7 @@ class Model:
         self._model_changed()
 
     def weights_changed(self) -> None:
-        """Call after writing into ``tensors``: the optimizer's float32 masters are taken from them again."""
+        """Copy ``tensors`` to the optimizer's float32 masters; call it after writing into ``tensors``."""
         if self.optimizer is None:
             return
         self.residents.require("parameters", "optimizer")
@@ -160,10 +159,10 @@ class Model:
             self.optimizer.inner.reload_model_params()
 
     def written(self) -> dict[str, int]:
-        """Local name -> digest of what the optimizer last wrote; with adapters of what is trained alone. Every rank
-        calls it.
+        """Return local name -> digest of what the optimizer last wrote; with adapters, of trained tensors only. Every
+        rank calls it.
 
-        While the optimizer is not on the device: what ``keep_written`` found.
+        While the optimizer is offloaded, return the digests from ``keep_written``.
         """
         if self._written is not None:
             return self._written
@@ -172,31 +171,31 @@ class Model:
         return digests_written(self.chunks, self.optimizer.inner, frozen=self.adapters is None)
 
     def keep_written(self) -> None:
-        """Take ``written`` before the optimizer leaves the device. Every rank calls it."""
+        """Compute ``written`` before the optimizer leaves the device. Every rank calls it."""
         self._written = self.written()
 
     def forget_written(self) -> None:
-        """Call when memory has come back: from here on ``written`` looks at the optimizer again, where that is on the
-        device."""
+        """Make ``written`` read the optimizer again if all memory is on the device; call it after memory has come
+        back."""
         if all(resident.place is Place.DEVICE for resident in self.residents):
             self._written = None
 
     def micro_batches(self, sequences: Sequences, units: Sequence[Sequence[int]] | None = None) -> Sequence[MicroBatch]:
-        """This rank's share of the sequences (or of ``units`` of them) as its grid takes them."""
+        """Make this rank's micro-batches of the sequences (or of ``units`` of them) for the model's grid."""
         return micro_batches(sequences, self.micro_batching, self.dp_rank, units)
 
     @torch.no_grad()
     def outputs(
         self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]], *, temperature: float | None = None
     ) -> torch.Tensor:
-        """float32 [T]: log-prob of the masked next tokens (or the score of every position), 0 elsewhere; of all
-        sequences that the rank holds.
+        """Return float32 [T] for the held sequences: log-prob of each masked next token (or score of each position),
+        else 0.
 
         Args:
-            updates: of ``micro_batches``, one list for each; those of all ranks together are the sequences that are
-                asked for. The very micro-batches of the updates to come give log-probs whose ratio to those of the
-                first update is exactly 1.
-            temperature: None takes the head's.
+            updates: Results of ``micro_batches``, one list for each update; together, over all ranks, they are the
+                requested sequences. If they are the micro-batches of the next updates, the first update's ratios are
+                exactly 1.
+            temperature: None uses the head's temperature.
         """
         self.residents.require("parameters")
         head = self.head
@@ -209,20 +208,20 @@ class Model:
         def keep(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
             if has_outputs:
                 _write(result, batch, outputs)
-            return outputs.sum(), None  # the schedule wants a loss
+            return outputs.sum(), None  # the schedule needs a loss
 
         with self.grid():
             has_outputs = _has_outputs()
             for batches in updates:
                 replay = _replay(self, sequences, batches)
                 run(self.chunks, sequences, batches, head, keep, forward_only=True, replay=replay)
-        # One rank has the outputs of each position, the others have 0 there: the sum is exact.
+        # For each position one rank has the output and the others have 0, so the sum is exact.
         sequences.add_up(result)
         return result
 
 
 class WithoutAdapters:
-    """A model as it is without its adapters, computed by the same modules: the reference of an actor with adapters."""
+    """A model without its adapters, computed by the same modules: the reference of an actor with adapters."""
 
     def __init__(self, adapted: Model) -> None:
         self._adapted = adapted
@@ -230,7 +229,7 @@ class WithoutAdapters:
         self.micro_batches = adapted.micro_batches
 
     def outputs(self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]]) -> torch.Tensor:
-        """``Model.outputs`` of the model without adapters, whose routers choose the experts themselves."""
+        """Return ``Model.outputs`` without adapters; the routers choose experts themselves."""
         adapted = self._adapted
         assert adapted.adapters is not None
         replays, adapted.replays_routing = adapted.replays_routing, False
@@ -244,7 +243,7 @@ class WithoutAdapters:
 def _replay(
     model: Model, sequences: Sequences, batches: Sequence[MicroBatch], *, balanced: bool = False
 ) -> Replay | None:
-    """Expert ids of ``batches``; None where the routers choose themselves."""
+    """Return the expert ids of ``batches``; None if the routers choose themselves."""
     from megarl.learn.models.experts.routing_replay import Replay
 
     if sequences.routing is None or not model.replays_routing:
@@ -253,7 +252,7 @@ def _replay(
 
 
 def _has_outputs() -> bool:
-    """True on one rank of each data-parallel replica, where all ranks of its last stage have the same outputs."""
+    """True on one rank of each data-parallel replica; all ranks of a replica's last stage have equal outputs."""
     from megatron.core import parallel_state
 
     tp, cp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_context_parallel_rank()
@@ -261,13 +260,13 @@ def _has_outputs() -> bool:
 
 
 def _write(result: torch.Tensor, batch: MicroBatch, outputs: torch.Tensor) -> None:
-    """Put the first output at each position of a micro-batch where that stands among the rank's sequences."""
+    """Write the first output of each position in a micro-batch to its position in the rank's sequences."""
     real = batch.index >= 0
     result[batch.index[real]] = outputs[..., 0].detach().float().cpu()[real]
 
 
 class TrainedModel:
-    """A model that learns: the actor, the critic, a reward model."""
+    """A model in training: the actor, the critic, a reward model."""
 
     def __init__(
         self,
@@ -286,7 +285,7 @@ class TrainedModel:
         self.model = Model(hf_config, model, parallel, head, micro_batching, grid)
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
-            use_distributed_optimizer=True,  # no check_for_nan_in_grad: it ends one rank, the others wait for it
+            use_distributed_optimizer=True,  # no check_for_nan_in_grad: it would end one rank while others wait
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
             bucket_size=bucket_size(parallel),
@@ -313,15 +312,15 @@ class TrainedModel:
         objective: Objective,
         logp: torch.Tensor | None = None,
     ) -> Sums:
-        """Gradients of the objective over the ``batches`` of all data-parallel ranks, each part divided by its global
-        count.
+        """Compute gradients of the objective over the ``batches`` of all data-parallel ranks; each part is divided by
+        its global count.
 
         Args:
-            logp: float32 [T]; 0 at the positions of ``batches``, where it gets what ``outputs`` would give.
+            logp: float32 [T]; 0 at the positions of ``batches``, where it receives the values of ``outputs``.
 
         Returns:
-            Metric sums over this rank's sequences on the rank that speaks for its replica, {} elsewhere;
-            ``<name>/loss`` is their mean.
+            Metric sums over this rank's sequences on one rank of its replica, {} elsewhere; ``<name>/loss`` is their
+            mean.
         """
         self.model.residents.require("parameters", "gradients")
         with self.model.grid():
@@ -382,16 +381,16 @@ class TrainedModel:
         return {**sums, **of_routers}
 
     def gradient_norm(self) -> float:
-        """Norm of the gradients in the buffers, over the model's whole grid, before clipping. Nothing is changed that a
-        step starts from."""
+        """Return the norm of the gradients in the buffers, over the model's whole grid, before clipping. Does not
+        change the input of a step."""
         with self.model.grid():
             return self.optimizer.gradient_norm()
 
     def step(self, lr: float) -> float:
-        """Make one optimizer step on the gradients in the buffers, whatever they are (``train/update/updates.py`` has
-        checked them); return their norm.
+        """Make one optimizer step on the gradients in the buffers, unchecked (``train/update/updates.py`` has checked
+        them); return their norm.
 
-        With ``parallel.overlap_param_gather`` the new parameters are there after the next ``backward``, or after
+        With ``parallel.overlap_param_gather`` the new parameters are complete after the next ``backward``, or after
         ``finish_gather``.
         """
         from megarl.learn.models.experts.balanced_router import move_biases
@@ -404,8 +403,8 @@ class TrainedModel:
         return norm
 
     def finish_gather(self) -> None:
-        """Wait for the parameters of the last ``step``. Every rank calls it before anything but ``backward`` follows
-        updates."""
+        """Wait for the parameters of the last ``step``. Every rank calls it after updates, before anything except
+        ``backward``."""
         if self.model.gathered:
             return
         with self.model.grid():

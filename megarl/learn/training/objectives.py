@@ -1,6 +1,6 @@
-"""Objectives of training: algorithms from ``megarl.learn.algorithms``, given the tokens of a micro-batch.
+"""Objectives of training: algorithms from ``megarl.learn.algorithms``, applied to the tokens of a micro-batch.
 
-A step lies on the host; of a micro-batch's tokens what a loss needs goes to where the outputs are.
+A step is on the host; the tensors that a loss needs for a micro-batch are moved to the outputs' device.
 
 Shape legend: T' tokens of a micro-batch that are in the loss, n its sequences, K parts of a loss with a denominator
 each.
@@ -22,18 +22,18 @@ from megarl.learn.batching import MicroBatch, Sequences
 
 @dataclass(frozen=True)
 class LossTokens:
-    """The tokens of a micro-batch that are in the loss, flat."""
+    """The tokens of a micro-batch in the loss, flat."""
 
     index: torch.Tensor
     """int64 [T'] into the flat arrays of ``Sequences``."""
     row: torch.Tensor
-    """int64 [T'], number of the sequence within the micro-batch, never decreasing."""
+    """int64 [T'], index of the sequence within the micro-batch, never decreasing."""
     numbers: torch.Tensor
-    """int64 [n], number of each sequence among the rank's ``Sequences``."""
+    """int64 [n], index of each sequence within the rank's ``Sequences``."""
     num_rows: int
     """n."""
     place: torch.Tensor
-    """bool [b, S]: where these tokens stand in the micro-batch."""
+    """bool [b, S]: positions of these tokens in the micro-batch."""
 
     @property
     def mask(self) -> torch.Tensor:
@@ -48,20 +48,20 @@ class LossTokens:
 @dataclass(frozen=True)
 class Objective:
     name: str
-    """First part of its metrics' names: the role that is trained."""
+    """Prefix of its metrics' names: the role in training."""
     count: Callable[[LossTokens], torch.Tensor]
     """This micro-batch's share of the global denominators, [K] or a scalar."""
     loss: Callable[[LossTokens, torch.Tensor], Loss]
-    """(tokens, outputs [T', k] of the head) -> sums where the outputs are, never divided."""
+    """(tokens, the head's outputs [T', k]) -> sums on the outputs' device, never divided."""
 
 
 def policy(
     algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences, *, unchanged: bool = False
 ) -> Objective:
-    """The algorithm's loss of log-probs.
+    """Make the objective from the algorithm's loss of log-probs.
 
     Args:
-        unchanged: The weights are those that the update starts from: ``old_logp`` are the outputs themselves.
+        unchanged: The weights are the update's starting weights, so the outputs serve as ``old_logp``.
     """
     share, first = sample_shares(sequences)
 
@@ -99,8 +99,8 @@ def policy(
 
 
 def sample_shares(sequences: Sequences) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return ``LossInput.share`` and ``LossInput.first`` of the sequences [n]; None where each trajectory is one
-    sequence. Every rank calls it: samples of a trajectory may be held by several."""
+    """Return ``LossInput.share`` and ``LossInput.first`` of the sequences [n]; None if each trajectory is one sequence.
+    Every rank calls it: several ranks may hold samples of a trajectory."""
     if sequences.trajectory is None:
         return None, None
     tokens = sequences.together(counts(sequences.mask, sequences.lengths)).double()
@@ -112,8 +112,8 @@ def sample_shares(sequences: Sequences) -> tuple[torch.Tensor | None, torch.Tens
 
 
 def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: torch.Tensor) -> Objective:
-    """The algorithm's loss of scores: one token of each sequence is kept, sequences 2i and 2i + 1 of the step are pair
-    i.
+    """Make the objective from the algorithm's loss of scores: each sequence keeps one token; sequences 2i and 2i + 1 of
+    the step are pair i.
 
     ``margins``: float32, one for each pair of the step.
     """
@@ -142,7 +142,7 @@ def preference_scores(algorithm: Algorithm, settings: AlgorithmConfig, margins: 
 
 
 def returns(settings: AlgorithmConfig, sequences: Sequences) -> Objective:
-    """The critic's: values near the returns."""
+    """Make the critic's objective: values near the returns."""
     assert isinstance(settings, PPOConfig), "ppo and algorithms of a user's file train a critic"
     assert sequences.values is not None and sequences.returns is not None, "the inference phase fills both"
     before, target = sequences.values, sequences.returns

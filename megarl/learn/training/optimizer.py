@@ -1,5 +1,4 @@
-"""The optimizer of one model: Megatron's distributed Adam, its schedule, and settings that may change between
-phases."""
+"""The optimizer of one model: Megatron's distributed Adam, the learning rate, and hyperparameters that may change."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from megarl.weights.checkpoint.training.state import inner_optimizers
 
 
 def learning_rate(config: OptimizerConfig, step: int) -> float:
-    """Linear warm-up over ``warmup_steps``, then linear decay to ``min_lr`` at ``decay_steps``. ``step`` counts from
-    0."""
+    """Return the rate: linear warm-up over ``warmup_steps``, then linear decay to ``min_lr`` at ``decay_steps``.
+    ``step`` counts from 0."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.decay_steps is None or config.min_lr is None:
@@ -25,7 +24,7 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 class Optimizer:
-    """Adam with decoupled weight decay; float32 masters and moments, a share on each data-parallel rank."""
+    """Adam with decoupled weight decay; float32 masters and moments, sharded over data-parallel ranks."""
 
     def __init__(self, chunks: Sequence[torch.nn.Module], config: OptimizerConfig, dtype: str) -> None:
         from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -50,7 +49,7 @@ class Optimizer:
         self.set_hyperparameters(config)
 
     def restart(self, config: OptimizerConfig) -> None:
-        """Forget all moments and steps, and go on with ``config``: a new phase of training begins."""
+        """Reset all moments and step counts, and use ``config``, for a new phase of training."""
         for inner in inner_optimizers(self.inner):
             for group in inner.param_groups:
                 group["step"] = 0
@@ -60,11 +59,10 @@ class Optimizer:
         self.set_hyperparameters(config)
 
     def set_hyperparameters(self, config: OptimizerConfig) -> None:
-        """Go on with ``config`` and the moments so far.
+        """Use ``config`` and keep the moments.
 
-        Needed after a checkpoint is loaded, which brings the values that it was made with, and at the start: Megatron
-        leaves it to its own scheduler that norms and biases have ``wd_mult`` 0.
-        """
+        Call it after loading a checkpoint, which restores its own values, and at the start: Megatron leaves applying
+        ``wd_mult`` (0 for norms and biases) to its own scheduler."""
         for inner in inner_optimizers(self.inner):
             for group in inner.param_groups:
                 group["weight_decay"] = config.weight_decay * group["wd_mult"]
@@ -75,11 +73,9 @@ class Optimizer:
         self.inner.config.clip_grad = config.clip_grad
 
     def gradient_norm(self) -> float:
-        """Norm of the gradients in the model's buffers, over the whole grid, before clipping; weights, masters and
-        moments stay."""
-        overflowed = (
-            self.inner.prepare_grads()
-        )  # not in the assertion: python -O leaves assertions out, with what they call
+        """Return the norm of the gradients in the model's buffers, over the whole grid, before clipping; weights,
+        masters and moments do not change."""
+        overflowed = self.inner.prepare_grads()  # outside the assertion: python -O removes assertions
         assert not overflowed, "there is no loss scaler"
         return float(self.inner.get_grad_norm())
 

@@ -1,9 +1,8 @@
-"""Digests of the weights that a model's optimizer last wrote: evidence about the tensors that are sent, made without a
-layout.
+"""Digests of the weights that a model's optimizer last wrote: a check of the tensors to send, made without a layout.
 
-A digest is of one local parameter, in the parameter's own dtype. Each data-parallel rank adds the share that its
-optimizer steps, read from the tensors that Adam itself writes (float32 masters, cast), so the sum depends on no copy of
-the parameter.
+A digest covers one local parameter in the parameter's dtype. Each data-parallel rank adds the share that its optimizer
+steps, read from the tensors that Adam writes (float32 masters, cast). So the sum does not depend on copies of the
+parameter.
 """
 
 from __future__ import annotations
@@ -23,17 +22,16 @@ from megarl.weights.reshard.adapters import Adapted
 
 
 def whole_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Name -> digest of the whole tensor; all lie on one device."""
+    """Return name -> digest of the whole tensor; all tensors must be on one device."""
     found = slice_digests([(tensor, (0,) * tensor.dim(), tensor.shape) for tensor in tensors.values()])
     return dict(zip(tensors, digest_values(found), strict=True))
 
 
 @torch.no_grad()
 def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any, *, frozen: bool = True) -> dict[str, int]:
-    """Local name -> digest of what ``optimizer`` (Megatron's) has written for it, or of the tensor now where nothing
-    trains it (with ``frozen``).
+    """Return local name -> digest of what ``optimizer`` (Megatron's) wrote; with ``frozen`` also of untrained tensors.
 
-    Every rank calls it: the shares of a data-parallel group are added up.
+    Every rank calls it: the shares of a data-parallel group are summed.
     """
     names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(chunks):
@@ -52,9 +50,9 @@ def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any, *, frozen
 
 
 def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """uint64 [number of ``parameters``]: digests of those that one distributed optimizer trains, 0 for the others."""
+    """Return uint64 [number of ``parameters``]: digests of one distributed optimizer's parameters, 0 for others."""
     written = np.zeros(len(parameters), dtype=np.uint64)
-    # Ranks that share them have the same ones in their buffers; other ranks may train more or fewer, or none.
+    # Data-parallel ranks have the same parameters in their buffers; other ranks may train more, fewer, or none.
     own = [p for buffer in optimizer.buffers for p in buffer.params]
     if not own:
         return written
@@ -63,7 +61,7 @@ def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndar
     for p, (group, place) in optimizer.model_param_group_index_map.items():
         share = optimizer.optimizer.param_groups[group]["params"][place]
         start = (first_element(optimizer, p),)
-        # One at a time, so that one cast copy lives at a time.
+        # One at a time, so that only one cast copy exists.
         total[number[p]].copy_(slice_digests([(share.to(p.dtype), start, (p.numel(),))])[0])
     dist.all_reduce(total, group=optimizer.data_parallel_group)  # modulo 2**64
     place_of = {p: i for i, p in enumerate(parameters)}
@@ -72,10 +70,10 @@ def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndar
 
 
 def check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> None:
-    """Compare tensors with ``digests_written``, by local name; of a model with adapters what is trained.
+    """Compare tensors with ``digests_written``, by local name; with adapters, only trained tensors.
 
     Raises:
-        WeightsDiffer: naming a tensor that is another, and how many others are.
+        WeightsDiffer: names one differing tensor, and the number of others.
     """
     given = whole_digests(tensors.model.trained if isinstance(tensors, Adapted) else tensors)
     wrong = [name for name in sorted(given.keys() | written.keys()) if given.get(name) != written.get(name)]

@@ -1,4 +1,4 @@
-"""Adapters of a job's models, and whether critic and reward model compute with the actor's memory."""
+"""Adapters of a job's models, and sharing of the actor's memory with critic and reward model."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ SCORING = ("critic", "reward_model")
 
 
 def role_lora(config: Config, role: str) -> LoraConfig:
-    """Settings of a role's adapters: those of the PEFT folder that its ``path`` names; else the critic has adapters
-    where the actor has, and other roles none. Raises CheckpointError for an adapter whose model is not here."""
+    """Return a role's adapter settings. A PEFT folder in the role's ``path`` sets them; otherwise the critic has the
+    actor's, other roles none. Raises CheckpointError for an adapter without its base model on this machine."""
     if role not in SCORING:
         return config.model.lora if role == "actor" else LoraConfig()
     path = getattr(config, role).path
@@ -26,8 +26,8 @@ def role_lora(config: Config, role: str) -> LoraConfig:
 
 
 def shares_base(config: Config, role: str) -> bool:
-    """Return True if a role and the actor are adapters of one model, whose memory they share: in one dtype, on one
-    grid, and always on the device. Raises as ``role_lora``."""
+    """True if a role and the actor are adapters of one model and share its memory: one dtype, one grid, never
+    offloaded. Raises as ``role_lora``."""
     if role not in SCORING:
         return False
     own, lora = getattr(config, role), config.model.lora
@@ -37,7 +37,7 @@ def shares_base(config: Config, role: str) -> bool:
     if own.path is None:
         return role == "critic"
     files = ScoreFiles.of(Path(own.path))
-    if files.adapter is None or config.trainer.warm_start.steps:  # which makes another model of the actor's
+    if files.adapter is None or config.trainer.warm_start.steps:  # which changes the actor's model
         return False
     one_model = files.base.resolve() == Path(config.model.path).resolve()
     return one_model and set(lora.modules_to_save) <= set(role_lora(config, role).modules_to_save)

@@ -1,4 +1,4 @@
-"""The one path through the model for everything: micro-batches, Megatron's schedule, outputs of the head."""
+"""The single path through a model: micro-batches, Megatron's schedule, outputs of the head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megarl.learn.models.experts.routing_replay import Replay
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
-"""(micro-batch, outputs [b, S, k]) -> (this micro-batch's part of the loss, anything to collect)."""
+"""(micro-batch, outputs [b, S, k]) -> (this micro-batch's part of the loss, any value to collect)."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Head:
     """Real vocabulary, without padding."""
     temperature: float = 1.0
     logits_bytes: int | None = None
-    """Most bytes of logits on one rank; None keeps a micro-batch's whole."""
+    """Maximum bytes of logits on one rank; None keeps all logits of a micro-batch."""
     float32: bool = False
-    """Logits in float32 where the model computes in less."""
+    """Compute logits in float32 if the model's precision is lower."""
 
 
 def run(
@@ -45,13 +45,12 @@ def run(
     balanced: bool = False,
     replay: Replay | None = None,
 ) -> list[Any]:
-    """Run ``batches`` through Megatron's schedule; gradients are left in the model's buffers.
+    """Run ``batches`` through Megatron's schedule; gradients stay in the model's buffers.
 
-    Sequences and micro-batches lie on the host: what a model and its loss need of one goes to the model's device.
+    Sequences and micro-batches are on the host; inputs of the model and its loss are moved to the model's device.
     ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores.
-        ``balanced``: its routers measure their balance. ``replay``: of ``batches``, where its routers choose by that.
-    Under context parallelism every rank is given the outputs of whole sequences, and its gradient is that of its own
-    share.
+    ``balanced``: the routers measure their balance. ``replay``: expert ids of ``batches`` that the routers replay.
+    Under context parallelism every rank gets the outputs of whole sequences, and the gradient of its own share.
 
     Returns:
         What ``loss_function`` collected for each micro-batch, in order, on last-stage ranks; [] elsewhere.
@@ -78,7 +77,7 @@ def run(
         cu_seqlens = None if batch.cu_seqlens is None else on_device(batch.cu_seqlens, device)
         if cu_seqlens is not None and has_sections(unwrap(model)):
             by_token(cu_seqlens)
-        more = {"packed_seq_params": None if cu_seqlens is None else _packed_seq_params(cu_seqlens, batch.max_seqlen)}
+        more = {"packed_seq_params": None if cu_seqlens is None else packed_params_of(cu_seqlens, batch.max_seqlen)}
         if balanced or replay is not None:
             numbers = batch.row if replay is None else replay.codes(batch)
             more["padding_mask"] = sequences_of_tokens(unwrap(model), numbers[:, mine].to(device))
@@ -117,13 +116,19 @@ def run(
 
 
 def _positions(sequences: Sequences, batch: MicroBatch, sectioned: bool) -> torch.Tensor:
-    """int64 [b, S]; [3, b, S] for a model that takes a token's time, row and column where there are images."""
+    """Return int64 [b, S]; [3, b, S] (time, row, column) for a model with three-axis positions, if there are images."""
     if not sectioned or sequences.images is None:
         return batch.position
     return sequences.images.positions_of(batch.index, batch.position)
 
 
-def _packed_seq_params(cu_seqlens: torch.Tensor, longest: int) -> Any:
+def packed_params_of(cu_seqlens: torch.Tensor, longest: int) -> Any:
+    """Return Megatron's description of packed sequences, without reading from the device.
+
+    Args:
+        cu_seqlens: int32 [sequences + 1]: boundaries of the sequences.
+        longest: Number of tokens of the longest sequence.
+    """
     from megatron.core.packed_seq_params import PackedSeqParams
 
     return PackedSeqParams(

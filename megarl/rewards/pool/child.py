@@ -39,7 +39,7 @@ DRAIN_S = 0.1
 """Seconds for which the last output of an ended process is read: what it forked may keep its socket open."""
 LOOK_S = 0.1
 """Seconds between two looks at a process where Linux cannot report its end."""
-_servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
+servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
 """Fork servers of a process, by its id and the modules that they have imported."""
 _roots: dict[int, ForkRoot] = {}
 """Roots of fork servers, by the id of the process that uses the servers."""
@@ -70,7 +70,7 @@ class RewardProcess:
         Raises:
             OSError: the machine has no room for another process.
         """
-        server = await _server((*PRELOAD, *modules))
+        server = await server_of((*PRELOAD, *modules))
         ours, its = socket.socketpair()
         try:
             with its, nullcontext(STDERR) if output is None else output.opened() as printed:
@@ -111,21 +111,21 @@ def fork_root() -> None:
     _roots[os.getpid()] = ForkRoot()
 
 
-async def _server(modules: tuple[str, ...]) -> ForkServer:
+async def server_of(modules: tuple[str, ...]) -> ForkServer:
     """Return the fork server of this process with these imports, once it is ready or has failed."""
-    server = _servers.get((os.getpid(), modules))
+    server = servers.get((os.getpid(), modules))
     if server is None or (server.closed and server.imported):  # it was killed; imports that fail would do so again
         root = _roots.get(os.getpid())
         server = root.server(modules, os.environ) if root is not None else None
-        server = _servers[os.getpid(), modules] = server or ForkServer.start(modules, os.environ)
+        server = servers[os.getpid(), modules] = server or ForkServer.start(modules, os.environ)
     await asyncio.to_thread(server.await_imports)
     return server
 
 
 def end_servers() -> None:
     """End the fork servers of this process; workers go on."""
-    for key in [key for key in _servers if key[0] == os.getpid()]:
-        _servers.pop(key).close()
+    for key in [key for key in servers if key[0] == os.getpid()]:
+        servers.pop(key).close()
     if (root := _roots.pop(os.getpid(), None)) is not None:
         root.close()
 

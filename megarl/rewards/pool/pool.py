@@ -123,8 +123,9 @@ class RewardPool:
         modules = imports_of(sources, config.routes) if config.path is None else []
         processes: list[WorkerProcess] = [LocalRewardProcess(self._output, modules) for _ in range(config.workers)]
         processes += [RemoteRewardProcess(address, key) for address in addresses(config.hosts)]
-        self._workers = [Worker(config, process) for process in processes]
-        self._queue = WorkerQueue(len(self._workers), config.timeout_s)
+        self.workers = [Worker(config, process) for process in processes]
+        """Workers here, then those of ``reward.hosts``."""
+        self.queue = WorkerQueue(len(self.workers), config.timeout_s)
         self._preparing: list[asyncio.Task[None]] = []
         self._quarantine: set[bytes] = set()
         self._scoring: dict[bytes, asyncio.Future[None]] = {}
@@ -134,11 +135,11 @@ class RewardPool:
 
     async def __aenter__(self) -> Self:
         try:
-            await asyncio.gather(*(worker.ready() for worker in self._workers))
+            await asyncio.gather(*(worker.ready() for worker in self.workers))
         except (ConfigError, WorkerError) as error:
             await self.close()
             raise ConfigError(str(error)) from error
-        self._preparing = [asyncio.create_task(self._prepare(worker)) for worker in self._workers]
+        self._preparing = [asyncio.create_task(self._prepare(worker)) for worker in self.workers]
         return self
 
     async def _prepare(self, worker: Worker) -> None:
@@ -152,7 +153,7 @@ class RewardPool:
                 if not worker.up:
                     break
         finally:
-            self._queue.give_back(worker)
+            self.queue.give_back(worker)
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -162,15 +163,15 @@ class RewardPool:
     @property
     def pids(self) -> list[int]:
         """Process ids of the workers that run on this machine."""
-        return [worker.pid for worker in self._workers if worker.pid is not None]
+        return [worker.pid for worker in self.workers if worker.pid is not None]
 
     async def close(self) -> None:
         """End every worker, busy or not. Who waits for one gets no verdict."""
         for task in self._preparing:
             task.cancel()
         await asyncio.gather(*self._preparing, return_exceptions=True)
-        await self._queue.close("the pool of reward processes is closed")
-        await asyncio.gather(*(worker.kill() for worker in self._workers))
+        await self.queue.close("the pool of reward processes is closed")
+        await asyncio.gather(*(worker.kill() for worker in self.workers))
         if self._output is not None:
             self._output.close()
 
@@ -258,19 +259,19 @@ class RewardPool:
     async def _try(self, request: dict[str, Any], before: Verdict) -> Verdict:
         """Make one try on the next free worker; counts and times are added to those of the tries ``before``."""
         asked = time.monotonic()
-        worker = await self._queue.take()
+        worker = await self.queue.take()
         began, limit = time.monotonic(), START_TIMEOUT_S
         died = False
         if worker is None:
             return before._replace(
-                tries=before.tries + 1, message=f"no reward process comes up any more: {self._queue.reason}"
+                tries=before.tries + 1, message=f"no reward process comes up any more: {self.queue.reason}"
             )
         try:
             await worker.prepare(request["data_source"])
             began, limit = time.monotonic(), self._config.timeout_s
             found = _of_reply(await worker.score(request))
         except WorkerUnfit as error:
-            self._queue.reason = str(error)
+            self.queue.reason = str(error)
             return before._replace(waited_s=before.waited_s + time.monotonic() - asked)
         except TimeoutError:
             died = True
@@ -284,7 +285,7 @@ class RewardPool:
         except WorkerError as error:
             found = Verdict(_NONE, without_surrogates(str(error)))
         finally:
-            self._queue.give_back(worker)
+            self.queue.give_back(worker)
         ended = time.monotonic()
         return found._replace(
             verifier=before.verifier,

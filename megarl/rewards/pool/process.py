@@ -87,16 +87,19 @@ class Worker:
     def __init__(self, config: RewardConfig, process: WorkerProcess) -> None:
         self._config = config
         self._process = process
-        self._prepared: set[str] = set()
-        self._reader: asyncio.StreamReader | None = None
-        self._writer: asyncio.StreamWriter | None = None
+        self.prepared: set[str] = set()
+        """Data sources whose verifiers the process has imported."""
+        self.reader: asyncio.StreamReader | None = None
+        """Lines from the process; None until ``ready``."""
+        self.writer: asyncio.StreamWriter | None = None
+        """Lines to the process."""
         self._requests = 0
         """Number of the last request."""
 
     @property
     def up(self) -> bool:
         """True if, as far as is known, it can be asked at once."""
-        return self._reader is not None and not self._reader.at_eof() and self._reader.exception() is None
+        return self.reader is not None and not self.reader.at_eof() and self.reader.exception() is None
 
     @property
     def pid(self) -> int | None:
@@ -114,8 +117,8 @@ class Worker:
         if self.up:
             return
         await self.kill()
-        prepared, self._prepared = self._prepared, set()
-        self._reader, self._writer = await self._process.open()
+        prepared, self.prepared = self.prepared, set()
+        self.reader, self.writer = await self._process.open()
         path = self._config.path
         try:
             await self._ask({"config": to_dict(self._config)}, START_TIMEOUT_S)
@@ -135,7 +138,7 @@ class Worker:
             try:
                 await self.prepare(data_source)
             except WorkerError:
-                self._prepared |= prepared
+                self.prepared |= prepared
                 raise
 
     async def prepare(self, data_source: str) -> None:
@@ -146,15 +149,15 @@ class Worker:
             WorkerError: there is no such verifier.
             WorkerDied, TimeoutError: as for any question.
         """
-        if data_source in self._prepared:
+        if data_source in self.prepared:
             return
         try:
             await self._ask({"prepare": data_source}, START_TIMEOUT_S)
         except WorkerUnfit:
             await self.kill()
-            self._prepared.add(data_source)
+            self.prepared.add(data_source)
             raise
-        self._prepared.add(data_source)
+        self.prepared.add(data_source)
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
         """The verdict of one answer, within ``reward.timeout_s``. Raises WorkerError, TimeoutError."""
@@ -179,7 +182,7 @@ class Worker:
             self._process.drain()  # what was printed for a verdict is in the file before the verdict is given
 
     async def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        assert self._reader is not None and self._writer is not None
+        assert self.reader is not None and self.writer is not None
         self._requests = number = self._requests + 1
         before_s = self._process.cpu_s()
         try:
@@ -222,19 +225,19 @@ class Worker:
         return reply
 
     async def _exchange(self, request: bytes) -> bytes:
-        assert self._reader is not None and self._writer is not None
+        assert self.reader is not None and self.writer is not None
         with contextlib.suppress(OSError):  # it has died; the read below shows it
-            self._writer.write(request)
-            await self._writer.drain()
+            self.writer.write(request)
+            await self.writer.drain()
         try:
-            return await self._reader.readline()
+            return await self.reader.readline()
         except OSError:  # a connection that keepalive has given up is a TimeoutError, and one of these too
             return b""
 
     async def kill(self) -> None:
         """End it; ``ready`` starts another."""
         await self._process.end()
-        writer, self._reader, self._writer = self._writer, None, None
+        writer, self.reader, self.writer = self.writer, None, None
         if writer is not None:
             if not writer.is_closing():
                 writer.transport.abort()  # nothing that it still holds matters, and nobody may be reading

@@ -101,7 +101,7 @@ class Function:
             self.prepare(data_source)
             signal.setitimer(signal.ITIMER_VIRTUAL, CPU_SHARE * self._config.timeout_s)
             text, info = as_written(solution_str, in_thinking), with_question(extra_info, question)
-            result = _verdict_of(self._scorers[data_source], text, ground_truth, info)
+            result = verdict_of(self._scorers[data_source], text, ground_truth, info)
         if inspect.isawaitable(result):
             result = self._loop.run_until_complete(_awaited(result))
         return weighed(result, solution_str, question, in_thinking, self._config)
@@ -127,9 +127,9 @@ def _peak_bytes() -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def _verdict_of(score: Scorer, text: str, ground_truth: Any, info: dict[str, Any]) -> Any:
-    """Result of one of megarl's verifiers. An error that an empty response to the row does not cause is a wrong
-    response."""
+def verdict_of(score: Scorer, text: str, ground_truth: Any, info: dict[str, Any]) -> Any:
+    """Return the result of one of megarl's verifiers. An error that an empty response to the row does not cause is a
+    wrong response."""
     try:
         return to_verdict(score(text, ground_truth, info))
     except NOT_THE_RESPONSES:

@@ -1,4 +1,4 @@
-"""Refusals before any process is launched, a file for each subject.
+"""Checks before any process is launched, one file per subject.
 
-``job.check`` calls all, ``settings.check_settings`` those that need neither rows nor a model.
+``job.check`` calls all checks, ``settings.check_settings`` the ones without rows or a model.
 """

@@ -1,5 +1,5 @@
-"""The checks before a bench of one model: what ``check_settings`` and the checks of inputs have for engines, rows and
-verifiers, and nothing of training."""
+"""Checks before a bench of one model: the checks of settings, rows and verifiers that apply to engines, none of
+training."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ SPLIT = "eval"
 
 
 def check_bench(config: Config, *, dry: bool = False) -> dict[str, Selected]:
-    """Check a bench of ``model.path`` before its processes start; make held-out rows that are missing.
+    """Check a bench of ``model.path`` before its processes start; make missing held-out rows.
 
     Args:
-        dry: Make what is missing in a temporary folder, which is removed.
+        dry: Make missing files in a temporary folder, which is removed.
 
     Returns:
-        Tasks of the store, by split: held-out ones alone.
+        Tasks of the store, by split; only held-out tasks.
 
     Raises:
         ConfigError, DataError, ArchitectureError, CheckpointError: each with the rule, the values and the fix.
@@ -52,7 +52,8 @@ def check_bench(config: Config, *, dry: bool = False) -> dict[str, Selected]:
 
 
 def check_place(run_dir: Path) -> None:
-    """Raise ConfigError where a training run is: its explorer and the bench's would claim each other's tasks."""
+    """Raise ConfigError if ``run_dir`` is a training run's: its explorer and the bench's would claim each other's
+    tasks."""
     if has_checkpoints(run_dir) or (run_dir / "attempt").is_file():
         raise ConfigError(
             f"run.dir={run_dir} holds a training run; take another run.name for the bench (the run itself is a MODEL: "

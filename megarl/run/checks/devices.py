@@ -1,4 +1,4 @@
-"""Memory that a job's models and engines need on each device, in each phase, against budgets, before it starts."""
+"""Check before the start: memory of a job's models and engines on each device, in each phase, against budgets."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from megarl.weights.checkpoint.formats.score_files import ScoreFiles
 
 
 def has_budget(config: Config) -> bool:
-    """Return True if a setting limits the memory of devices, hosts or disks."""
+    """Return True if a setting limits device, host or disk memory."""
     cluster = config.cluster
     return (cluster.device_bytes, cluster.host_bytes, config.trainer.offload_disk_bytes) != (None, None, None)
 
 
 def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int | None = 1) -> Ledger:
-    """Ledger of a job's trainer ranks, with the engine workers that share their devices.
+    """Return the memory ledger of a job's trainer ranks, with the engine workers that share their devices.
 
     Args:
         hf_config: The actor's config.json.
-        nodes: Machines of the job, over all of which its ranks are taken to spread evenly; None is unknown.
+        nodes: Machines of the job; its ranks are assumed to spread evenly over them. None if unknown.
 
     Raises:
         ConfigError: a grid does not divide its model.
@@ -52,12 +52,12 @@ def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]
 
 
 def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any], nodes: int | None = 1) -> None:
-    """Check that the memory of models and engines fits devices, hosts and disks.
+    """Check that models and engines fit the budgets of devices, hosts and disks.
 
-    Arguments as ``ledger_of``; of an unknown number of nodes host memory is not asked.
+    Arguments as ``ledger_of``; host memory is not checked if the number of nodes is unknown.
 
     Raises:
-        ConfigError: naming phase, residents, the budget's setting and the nearest plan that fits.
+        ConfigError: names phase, residents, the budget's setting and the nearest plan that fits.
     """
     ledger = ledger_of(config, algorithm, hf_config, nodes)
     cluster = config.cluster
@@ -73,7 +73,7 @@ def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, 
 
 
 def _check_host(ledger: Ledger, nodes: int, budget: int) -> None:
-    """Raise ConfigError if copies take more of a node's memory, each rank's in the phase where they are largest."""
+    """Raise ConfigError if offloaded copies exceed a node's budget, each rank in its largest phase."""
     phases, ranks = ledger.of_job, range(len(ledger.ranks))
     on_node = sum(max(ledger.at(phase, rank).memory for phase in phases) for rank in ranks) // nodes
     if on_node > budget:
@@ -85,7 +85,7 @@ def _check_host(ledger: Ledger, nodes: int, budget: int) -> None:
 
 
 def _check_disk(ledger: Ledger, budget: int) -> None:
-    """Raise ConfigError if a rank has more on disk in some phase."""
+    """Raise ConfigError if a rank exceeds the disk budget in any phase."""
     phases, ranks = ledger.of_job, range(len(ledger.ranks))
     most = max((ledger.at(phase, rank) for rank in ranks for phase in phases), key=lambda found: found.disk)
     if most.disk > budget:
@@ -115,7 +115,8 @@ def _too_large(ledger: Ledger, budget: int) -> str:
 
 
 def check_engine_devices(config: Config, hf_config: Mapping[str, Any], budget: int) -> None:
-    """Raise ConfigError if an engine worker needs more than a device, or its weights leave its KV cache nothing."""
+    """Raise ConfigError if an engine worker needs more than a device, or its weights leave no memory for its KV
+    cache."""
     workers = engine_bytes(config, hf_config)
     number, most = max(enumerate(workers), key=lambda item: sum(item[1].values()))
     share = config.rollout.gpu_memory_utilization

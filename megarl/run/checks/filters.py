@@ -1,4 +1,4 @@
-"""Tasks that the store gets: those of the files without the ones that settings of ``taskset`` leave out."""
+"""Tasks for the store: the files' tasks, except tasks that settings of ``taskset`` leave out."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Selected:
-    """Tasks of a split that are left, and how many are not."""
+    """Remaining tasks of a split, and counts of the dropped ones."""
 
     tasks: list[Task]
     dropped: dict[str, int]
@@ -47,15 +47,15 @@ def selected(
     processor: Processor | None = None,
     faults: Faults | None = None,
 ) -> Selected:
-    """Leave out what settings of ``taskset`` ask for; log how many.
+    """Drop tasks as settings of ``taskset`` require; log the counts.
 
     Args:
-        dropped: What is left out already.
-        processor: The model's, where rows of the job have images.
-        faults: Bad rows that are left out already; is given the others.
+        dropped: Counts of tasks dropped so far.
+        processor: The model's processor, if rows of the job have images.
+        faults: Bad rows dropped so far; further ones are added.
 
     Raises:
-        DataError: a row that may not be left out, or none is left.
+        DataError: a bad row may not be dropped, or no row is left.
     """
     counts, faults = Counter(dropped), {} if faults is None else faults
     tasks = with_difficulty(config, split, verifiable(config, split, list(rows), faults), faults)
@@ -80,14 +80,14 @@ def selected(
 
 
 def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows], None], faults: Faults) -> Rows:
-    """The rows that a check takes, where ``taskset.bad_rows=drop``; else all, unchecked.
+    """Return the rows that pass a check if ``taskset.bad_rows=drop``; else all, unchecked.
 
     Args:
-        check: Adds each bad row to ``faults``, or raises DataError where one of the rows is bad.
-        faults: Bad rows of the split so far; is given the others.
+        check: Adds each bad row to ``faults``, or raises DataError if one of the rows is bad.
+        faults: Bad rows of the split so far; further ones are added.
 
     Raises:
-        DataError: none is left.
+        DataError: no row is left.
     """
     if not drops(config, split):
         return rows
@@ -100,7 +100,7 @@ def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows], None]
             if len(some) == 1:
                 faults[some[0].task_id] = str(error)
                 return []
-        half = len(some) // 2  # bad rows are few, and a tokenizer is fast with many texts at once
+        half = len(some) // 2  # halve: bad rows are few, and a tokenizer is fast with many texts
         return kept(some[:half]) + kept(some[half:])
 
     found = kept(rows)
@@ -110,13 +110,13 @@ def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows], None]
 
 
 def verifiable(config: Config, split: str, rows: list[Task], faults: Faults) -> list[Task]:
-    """The rows that answers can be judged by: all of them, or without those that ``taskset.bad_rows=drop`` leaves out.
+    """Return the rows whose answers a verifier can judge.
 
     Args:
-        faults: Is given the others.
+        faults: Rows that no verifier can judge are added, with ``taskset.bad_rows=drop``.
 
     Raises:
-        DataError: there are others, with the first of them; or none is left.
+        DataError: such a row exists and may not be dropped, with the first one; or no row is left.
     """
     if config.reward.path is not None or not asks_verifier(config.rollout):
         return rows
@@ -134,10 +134,10 @@ def verifiable(config: Config, split: str, rows: list[Task], faults: Faults) -> 
 
 
 def without_choices(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The training tasks without those that ``taskset.multiple_choice=drop`` leaves out.
+    """Return the training tasks without multiple-choice ones if ``taskset.multiple_choice=drop``; else all.
 
     Raises:
-        DataError: none is left.
+        DataError: no task is left.
     """
     if config.taskset.multiple_choice == "keep" or split != "train":
         return rows
@@ -151,7 +151,7 @@ def without_choices(config: Config, split: str, rows: list[Task]) -> list[Task]:
 
 
 def without_duplicates(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The training tasks without those that ``taskset.duplicates=drop`` leaves out: the first with a prompt stays."""
+    """Return the first training task of each prompt if ``taskset.duplicates=drop``; else all."""
     if config.taskset.duplicates == "keep" or split != "train":
         return rows
     first: dict[str, Task] = {}
@@ -161,7 +161,7 @@ def without_duplicates(config: Config, split: str, rows: list[Task]) -> list[Tas
 
 
 def _prompt_key(task: Task) -> str:
-    """Text that two tasks share when they show a model the same, spaces aside."""
+    """Return a text that is equal for tasks that show a model the same prompt, up to white space."""
     messages = [
         {name: " ".join(value.split()) if isinstance(value, str) else value for name, value in message.items()}
         for message in task.prompt
@@ -171,13 +171,13 @@ def _prompt_key(task: Task) -> str:
 
 
 def with_difficulty(config: Config, split: str, rows: list[Task], faults: Faults) -> list[Task]:
-    """The training tasks that have a difficulty where ``taskset.difficulty`` names one; else all.
+    """Return the training tasks with a difficulty if ``taskset.difficulty`` is set; else all.
 
     Args:
-        faults: Is given the others, where ``taskset.bad_rows=drop``.
+        faults: Tasks without one are added, with ``taskset.bad_rows=drop``.
 
     Raises:
-        DataError: a task has none, with its row, and may not be left out; or none is left.
+        DataError: a task without a difficulty may not be dropped, with its row; or no task is left.
     """
     key = config.taskset.difficulty
     if key is None or split != "train":
@@ -195,10 +195,11 @@ def with_difficulty(config: Config, split: str, rows: list[Task], faults: Faults
 
 
 def within_difficulty(config: Config, split: str, rows: list[Task]) -> list[Task]:
-    """The training tasks from ``taskset.min_difficulty`` to ``taskset.max_difficulty``; all have a difficulty.
+    """Return the training tasks from ``taskset.min_difficulty`` to ``taskset.max_difficulty``, both included. All tasks
+    must have a difficulty.
 
     Raises:
-        DataError: none is left.
+        DataError: no task is left.
     """
     key, low, high = config.taskset.difficulty, config.taskset.min_difficulty, config.taskset.max_difficulty
     if key is None or split != "train":
@@ -220,11 +221,11 @@ def within_difficulty(config: Config, split: str, rows: list[Task]) -> list[Task
 def without_overlong(
     config: Config, split: str, rows: list[Task], tokenizer: ChatTokenizer, processor: Processor | None = None
 ) -> list[Task]:
-    """The tasks whose prompts have at most ``rollout.max_prompt_tokens``, images included, where
-    ``taskset.overlong_prompts=drop``.
+    """Return the tasks with prompts of at most ``rollout.max_prompt_tokens``, images included, if
+    ``taskset.overlong_prompts=drop``; else all.
 
     Raises:
-        DataError: none is left.
+        DataError: no task is left.
     """
     if config.taskset.overlong_prompts == "refuse":
         return rows

@@ -1,4 +1,4 @@
-"""Rows and reward function against each other, the model's tokenizer and what is held out."""
+"""Checks of rows and rewards against each other, the model's tokenizer and held-out rows."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAMED = 5
-"""Further rows that an error names."""
+"""Number of further rows that an error names."""
 
 
 def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
-    """Check that every row has a verifier, which works here: a user's own one scores a row, programs can be isolated, a
+    """Check that every row has a verifier that works here: a user's verifier scores a row, programs can be isolated, a
     judge responds.
 
     Raises:
-        ConfigError, DataError: naming the setting, or the row.
+        ConfigError, DataError: names the setting or the row.
     """
     if not asks_verifier(config.rollout):
         return
@@ -74,8 +74,8 @@ def check_rewards(config: Config, tasks: Mapping[str, list[Task]]) -> None:
 
 
 def check_environment_rows(config: Config, tasks: Mapping[str, list[Task]]) -> None:
-    """Raise DataError naming the first row that the environment cannot play, where it has ``check_row(task)``, or
-    ``check_row(task, options)``."""
+    """Raise DataError naming the first row that the environment's ``check_row(task)`` or ``check_row(task, options)``
+    refuses. Environments without that function accept all rows."""
     if config.rollout.workflow != "environment":
         return
     check_row = getattr(environments.get(config.rollout.environment), "check_row", None)
@@ -92,7 +92,7 @@ def check_environment_rows(config: Config, tasks: Mapping[str, list[Task]]) -> N
 
 
 def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]:
-    """Family -> one of its data sources. Raises DataError naming the first row without a verifier."""
+    """Return family -> one of its data sources. Raises DataError naming the first row without a verifier."""
     families: dict[str, str] = {}
     known: set[str] = set()
     for split, rows in tasks.items():
@@ -101,7 +101,7 @@ def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]
                 continue
             try:
                 family = route(task.data_source, config.reward.routes)[0]
-                if family != "code":  # tried by itself: it needs a sandbox
+                if family != "code":  # checked separately: it needs a sandbox
                     check_source(task.data_source, config.reward)
             except DataError as error:
                 fix = "; or set rollout.agent_rewards=true, where the agent returns the reward of every trajectory"
@@ -115,14 +115,14 @@ def _families(config: Config, tasks: Mapping[str, list[Task]]) -> dict[str, str]
 
 
 def _try_reward(config: Config, task: Task) -> None:
-    """Try the reward in a process of its own, as in the job: a file that hangs or ends its process is seen here."""
+    """Try the reward in a separate process, as in the job, to detect a file that hangs or ends its process."""
 
     async def trial() -> Verdict:
         async with RewardPool(replace(config.reward, workers=1, hosts=[], retries=0)) as pool:
             return await pool.score(task, str(task.ground_truth))
 
     verdict = asyncio.run(trial())
-    end_servers()  # the explorer has one of its own
+    end_servers()  # the explorer starts separate ones
     if verdict.message is None:
         return
     if verdict.reported:
@@ -143,18 +143,17 @@ def check_lengths(
     processor: Processor | None = None,
     faults: Faults | None = None,
 ) -> None:
-    """Each sequence of demonstrations or preferences fits the model's context, and what must be computed together a
-    micro-batch.
+    """Check that each demonstration or preference fits the model's context and a micro-batch.
 
     Args:
-        processor: The model's, where rows of the job have images.
-        faults: Is given the rows that do not; None refuses the first.
+        processor: The model's processor, if rows of the job have images.
+        faults: Rows that do not fit are added; None refuses the first.
 
     Raises:
-        DataError: one does not, with its row; or the two answers of a preference are the same to this tokenizer.
+        DataError: a row does not fit; or the answers of a preference have the same tokens.
     """
     grids = (config.parallel, config.reference.parallel or config.parallel)
-    piece = max(2 * grid.cp if grid.cp > 1 else 1 for grid in grids)  # context parallelism cuts sequences into such
+    piece = max(2 * grid.cp if grid.cp > 1 else 1 for grid in grids)  # context parallelism pads to multiples of it
     pairs = [row for row in rows if isinstance(row, Preference)]
     tasks = [row for row in rows if isinstance(row, Task)]
     path = partial(place_of_row, config.taskset, split)
@@ -197,7 +196,7 @@ def _fault_of_lengths(
 
 
 def check_held_out(config: Config, held_out: Rows, others: Mapping[str, Rows]) -> None:
-    """No other row asks a held-out question, spaces and capitals aside. Raises DataError naming the row."""
+    """Check that no other row asks a held-out question, up to white space and case. Raises DataError naming the row."""
     questions = {_question(row) for row in held_out}
     for name, rows in others.items():
         found = [row for row in rows if _question(row) in questions]

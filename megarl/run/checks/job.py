@@ -1,4 +1,4 @@
-"""The checks before any process is launched: settings, memory, model, rows, rewards. ``check`` calls all of them."""
+"""All checks before any process is launched: settings, memory, model, rows, rewards. ``check`` calls all of them."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def check(
     Args:
         repair: Set damaged checkpoints and a damaged store aside.
         nodes: Machines of the job.
-        dry: Make what is missing in a temporary folder, which is removed.
-        elsewhere: The job is to run on other machines: what is installed here does not matter.
-        verbose: With ``dry``, log the memory of every phase too.
+        dry: Make missing files in a temporary folder, which is removed.
+        elsewhere: The job will run on other machines: ignore the packages installed here.
+        verbose: With ``dry``, also log the memory of every phase.
 
     Returns:
-        Tasks of the store by split (train, eval): none in a job without an explorer.
+        Tasks of the store by split (train, eval); {} for a job without an explorer.
 
     Raises:
         ConfigError, DataError, ArchitectureError, PlanError: each with the rule, the values and the fix.
@@ -118,8 +118,8 @@ def check(
 def _check_inputs(
     config: Config, algorithm: Algorithm, nodes: int, elsewhere: bool
 ) -> tuple[dict[str, Selected], dict[str, int], dict[str, Faults]]:
-    """Check rows, model and rewards, all of which are there. Returns what ``check`` does, split -> number of rows, and
-    split -> bad rows that are left out. Raises as ``check``."""
+    """Check rows, model and rewards, which all exist. Return the result of ``check``, split -> number of rows, and
+    split -> dropped bad rows. Raises as ``check``."""
     if not elsewhere:
         check_implementation(config.model, config.parallel)
     check_budget(config, algorithm)
@@ -139,7 +139,7 @@ def _check_inputs(
     context = int(hf_config["max_position_embeddings"])
     tasks = {}
     if algorithms.job_of(config).rollouts:
-        workflows.check_template(config.rollout, tokenizer)  # before rows, which would be blamed for it
+        workflows.check_template(config.rollout, tokenizer)  # before rows, which errors of the template would blame
         for split in SPLITS:
             check = partial(check_rendered, config, split, tokenizer=tokenizer, processor=processor)
             rows[split] = usable(config, split, rows[split], check, bad[split])
@@ -175,7 +175,7 @@ def _check_inputs(
     for split, found in rows.items():
         if split in tasks:
             check_prompts_of(config, split, found_tasks[split], tasks[split].tasks, tokenizer, processor)
-        elif not drops(config, split):  # else ``usable`` has
+        elif not drops(config, split):  # otherwise ``usable`` has checked them
             _check_fit(config, split, None, tokenizer, context, processor, found)
     counts = {split: len(tasks[split].tasks if split in tasks else found) for split, found in rows.items()}
     return tasks, counts, bad
@@ -190,17 +190,17 @@ def _check_fit(
     processor: Processor | None,
     rows: Rows,
 ) -> None:
-    """Check lengths and images of demonstrations or preferences. Raises DataError naming file and row.
+    """Check the lengths and images of demonstrations or preferences. Raises DataError naming file and row.
 
     Args:
-        faults: Is given rows that are too long; None refuses the first.
+        faults: Rows that are too long are added; None refuses the first.
     """
     check_lengths(config, split, rows, tokenizer, context, processor, faults)
     check_image_files_of(config, split, rows)
 
 
 def _other_splits(config: Config) -> list[str]:
-    """Splits of demonstrations that a job reads beside train and eval."""
+    """Return the splits of demonstrations that a job reads in addition to train and eval."""
     wanted = {
         "warm_start": config.trainer.warm_start.steps > 0,
         "expert": config.taskset.expert is not None and needs_expert_rows(config),
@@ -209,10 +209,10 @@ def _other_splits(config: Config) -> list[str]:
 
 
 def check_micro_batches(config: Config) -> None:
-    """Check that a micro-batch holds every sequence, or pair of them, where all else has been checked before.
+    """Check that each sequence or pair fits a micro-batch, after all other checks have passed.
 
     Raises:
-        ConfigError, DataError: naming the setting, or the row.
+        ConfigError, DataError: names the setting or the row.
     """
     algorithm = algorithms.get(config.algorithm.name)
     check_budget(config, algorithm)
@@ -225,7 +225,7 @@ def check_micro_batches(config: Config) -> None:
 
 
 def check_sizes(config: Config) -> None:
-    """Check the sizes of grids and engines, where all else has been checked before. Raises as it does."""
+    """Check the sizes of grids and engines, after all other checks have passed. Raises as ``check``."""
     check_roles(config, roles_of(config, algorithms.get(config.algorithm.name)))
     hf_config = read_hf_config(Path(config.model.path))
     _check_models(config, hf_config)
@@ -235,8 +235,8 @@ def check_sizes(config: Config) -> None:
 
 def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
     algorithm = algorithms.get(config.algorithm.name)
-    scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # else a language model at first
-    engines = algorithms.job_of(config).rollouts  # those of other programs too
+    scores = "actor" not in algorithm.roles and config.trainer.warm_start.steps == 0  # a warm start needs an lm head
+    engines = algorithms.job_of(config).rollouts  # including engines of other programs
     check_model(config, hf_config, engines=engines, head="score" if scores else "lm")
     trained: Head = "lm" if "actor" in algorithm.roles else "score"
     check_adapters(config.model.lora, hf_config, config.model.path, trained)
@@ -245,14 +245,14 @@ def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def _model_paths(config: Config) -> dict[str, Path]:
-    """Setting -> the HF checkpoint that it names, or that the adapter there is for."""
+    """Return setting -> the HF checkpoint that it names, or the base model of the adapter that it names."""
     roles = {role: path_of(config, role) for role in sections_of(config)}
     bases = {f"{role}.path": role_files(role, Path(path)).base for role, path in roles.items() if path is not None}
     return {"model.path": Path(config.model.path), **bases}
 
 
 def _check_exports(config: Config) -> None:
-    """Check that only an older export lies where the job will write its HF checkpoints."""
+    """Check that the folders of the job's HF exports are free, or have only older exports."""
     for name in EXPORTS:
         try:
             check_export_target(Path(config.run.dir) / name, _model_paths(config).values())

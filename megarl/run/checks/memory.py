@@ -1,6 +1,6 @@
 """Bytes of the residents of every trainer rank and engine worker of a job, computed before a process starts.
 
-Residents alone: activations, logits, communication buffers and what CUDA takes for itself come beside them.
+Activations, logits, communication buffers and CUDA's own memory are not included.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from megarl.weights.reshard.layouts import vllm_layout
 
 TRAINED = frozenset({"actor", "critic"})
 INPUTS_CUT = ("o_proj", "down_proj")
-"""Layers whose inputs tensor parallelism cuts."""
+"""Layers with inputs split by tensor parallelism."""
 EMBEDDING, LM_HEAD = "model.embed_tokens.weight", "lm_head.weight"
-"""vLLM's names of the two ends of a model."""
+"""vLLM's names of a model's embedding and output weight."""
 
 
 def resident_bytes(
     config: Config, algorithm: Algorithm, hf_configs: Mapping[str, Mapping[str, Any]]
 ) -> list[dict[str, int]]:
-    """``role.kind`` -> bytes on the device, for every trainer rank; ``average`` is that of ``evaluation.average``.
+    """Return ``role.kind`` -> bytes on the device, for every trainer rank. ``average``: the copy for
+    ``evaluation.average``.
 
-    A reward model that a job trains is counted with its score head. Its warm start, a language model's, takes more.
-    With adapters the bytes are those after the warm start (``warm_start_bytes``).
+    A reward model in training is counted with its score head. Its warm start trains a language model, which takes more.
+    With adapters the bytes are for the time after the warm start (``warm_start_bytes``).
 
     Args:
-        hf_configs: Role -> its model's config.json. One that is not there has the actor's.
+        hf_configs: Role -> its model's config.json. A missing role has the actor's.
 
     Raises:
         ConfigError: a grid does not divide its model.
@@ -73,10 +74,11 @@ def resident_bytes(
 
 
 def warm_start_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str, int]]:
-    """``actor.kind`` -> bytes on the device in a warm start, which trains the model itself, for every trainer rank.
+    """Return ``actor.kind`` -> bytes on the device in a warm start, which trains the whole model, for every trainer
+    rank.
 
-    Raises:
-        ConfigError: the grid does not divide the model.
+        Raises:
+            ConfigError: the grid does not divide the model.
     """
     model = replace(config.model, lora=LoraConfig())
     found = model_bytes(hf_config, model, config.parallel, "lm", trained=True)
@@ -84,13 +86,13 @@ def warm_start_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[
 
 
 def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str, int]]:
-    """Bytes of ``engine.weights`` and ``engine.kv_cache``, for every worker of every engine; with weights in 8 bits and
-    tensor parallelism ``engine.sync``, what waits in ``model.dtype`` until a sync has brought all.
+    """Return bytes of ``engine.weights`` and ``engine.kv_cache`` for every worker of every engine. With 8-bit weights
+    and tensor parallelism also ``engine.sync``: weights kept in ``model.dtype`` until a sync is complete.
 
-    On CPUs a tied model's output weight is a tensor of its own (vLLM packs it), on GPUs the embedding itself. Of the
-    KV cache vLLM takes whole blocks, so its bytes are an upper bound. With ``rollout.gpu_memory_utilization`` they are
-    what the weights leave of that share of ``cluster.device_bytes``: more than the cache has, since activations are in
-    the share too. Without a budget they are 0.
+    On CPUs a tied model's output weight is a separate tensor (vLLM packs it), on GPUs it is the embedding. The KV
+    cache's bytes are an upper bound, since vLLM uses whole blocks. With ``rollout.gpu_memory_utilization`` they are
+    that share of ``cluster.device_bytes`` without the weights (real caches are smaller: the share includes
+    activations), or 0 without a budget.
 
     Raises:
         ConfigError: the engines' grid does not divide the model.
@@ -118,7 +120,7 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
             cache = max(0, share - weights)
         found = {"engine.weights": weights, "engine.kv_cache": cache}
         if rollout.weight_dtype == "fp8" and rollout.tp > 1:
-            # Workers agree on scales of these once all have arrived.
+            # Workers agree on the scales of these tensors after all have arrived.
             found["engine.sync"] = sum(
                 prod(row.local_shape(share)) * ITEM_BYTES[config.model.dtype]
                 for row, share in layout.rows_of(worker)
@@ -129,15 +131,15 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
 
 
 def _weight_bytes(row: LayoutRow, share: int, dtype: str, eight_bits: bool) -> int:
-    """Bytes of a worker's local tensor; in 8 bits, one for each element, and a float32 for each output channel of a
-    linear layer. For each block of experts two: after a sync vLLM's kernel has scales of its own."""
+    """Return the bytes of a worker's local tensor. In 8 bits: one per element, and a float32 scale per output channel
+    of a linear layer. A block of experts has two scales: after a sync vLLM's kernel keeps separate ones."""
     shape, kind = row.local_shape(share), _in_eight_bits(row) if eight_bits else None
     scales = {"linear": shape[0], "experts": 2 * prod(shape) // EIGHT_BIT_BLOCK**2, None: 0}[kind]
     return prod(shape) * (1 if kind else ITEM_BYTES[dtype]) + 4 * scales
 
 
 def _in_eight_bits(row: LayoutRow) -> Literal["linear", "experts"] | None:
-    """Kind of a local tensor that ``rollout.weight_dtype=fp8`` keeps in 8 bits; None of all others."""
+    """Return the kind of a local tensor that ``rollout.weight_dtype=fp8`` stores in 8 bits; None for other tensors."""
     layer = row.local.split(".")[-2]
     if layer == "routed_experts":
         return "experts"
@@ -150,10 +152,10 @@ def _in_eight_bits(row: LayoutRow) -> Literal["linear", "experts"] | None:
 def device_bytes(
     ranks: Sequence[Mapping[str, int]], workers: Sequence[Mapping[str, int]], *, nodes: int = 1
 ) -> list[dict[str, int]]:
-    """Residents of every device that trainer ranks and engine workers share.
+    """Return the residents of every device that trainer ranks and engine workers share.
 
-    On one node rank and worker of one number share a device (``run/nodes/plan.py``). On several nodes, where placement
-    decides, every rank is taken to share with a worker of the largest sizes.
+    On one node rank n and worker n share a device (``run/nodes/plan.py``). On several nodes, whose placement is unknown
+    here, every rank is assumed to share with the largest worker.
     """
     if nodes > 1 and workers:
         largest = {name: max(worker[name] for worker in workers) for name in workers[0]}

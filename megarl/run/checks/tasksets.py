@@ -1,4 +1,4 @@
-"""Settings of ``taskset`` against each other and the kind of job, and the tasks that they leave."""
+"""Checks of ``taskset`` settings against each other and the kind of job, and of the remaining tasks."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ OF_TASKS = (
     "duplicates",
     "overlong_prompts",
 )
-"""Settings that offline jobs refuse: their rows are demonstrations or preferences."""
+"""Settings that offline jobs refuse, since their rows are demonstrations or preferences."""
 
 
 def check_taskset(config: Config, job: Job) -> None:
-    """Raise ConfigError for settings of tasks that do nothing here, or contradict each other."""
+    """Raise ConfigError for task settings without effect, or that contradict each other."""
     taskset = config.taskset
     if not job.rollouts:
         _check_offline(taskset)
@@ -73,7 +73,7 @@ def _check_offline(taskset: TasksetConfig) -> None:
 
 
 def _check_order(taskset: TasksetConfig) -> None:
-    """Raise ConfigError for settings of another order, and for those that an order lacks."""
+    """Raise ConfigError for settings of other values of ``taskset.order``, and for missing settings of this order."""
     order, low, high = taskset.order, taskset.min_difficulty, taskset.max_difficulty
     if order == "curriculum" and None in (taskset.difficulty, taskset.curriculum_steps):
         missing = "difficulty" if taskset.difficulty is None else "curriculum_steps"
@@ -100,10 +100,10 @@ def _check_order(taskset: TasksetConfig) -> None:
 
 
 def check_count(config: Config, rows: Rows) -> None:
-    """A step takes no row of taskset.train twice, within one epoch. ``rows``: those that are trained on.
+    """Check that a step within one epoch uses each row at most once. ``rows``: training rows.
 
     Raises:
-        ConfigError: there are fewer than ``trainer.tasks_per_step``, or fewer of a source than a step takes of it.
+        ConfigError: there are fewer rows than ``trainer.tasks_per_step``, or fewer of a source than a step takes.
     """
     wanted = config.trainer.tasks_per_step
     if wanted > len(rows):

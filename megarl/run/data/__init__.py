@@ -1,1 +1,1 @@
-"""``megarl data``: a run's groups and trajectories, looked at, exported and pruned; explained verdicts."""
+"""``megarl data``: shows, exports and prunes a run's groups and trajectories; explains verdicts."""

@@ -1,4 +1,4 @@
-"""Words of ``megarl data``. Heavy imports happen when a command runs, so that ``--help`` answers at once."""
+"""Command line of ``megarl data``. Heavy imports happen when a command runs, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 IMPORT_EXPERTS, AWAITING, REWARD = "import-experts", "awaiting", "reward"
-"""First words after ``megarl data`` that name what it does with a run's store."""
+"""First words after ``megarl data`` that change a run's store or read its pending responses."""
 WANTS = {
     IMPORT_EXPERTS: "a parquet, json or jsonl file of demonstrations, or run:DIR",
     AWAITING: "a jsonl file to write",
@@ -25,7 +25,7 @@ LOOKS = {
     PAGE: "Write one HTML file with groups' responses side by side, token by token.",
     TOKENS: "Compare what each step trained on with the store, token by token; status 1 where they differ.",
 }
-"""First words that look at the data of a run, whose directory follows."""
+"""First words that read a run's data; the run's directory follows."""
 DESCRIPTION = """Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.
 `megarl data import-experts SOURCE... [overrides]` adds expert rows to the store of its run instead; a source is a \
 parquet, json or jsonl file of demonstrations, or run:DIR, another run's responses.
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Arguments of ``megarl data`` for what is not one of ``LOOKS``."""
+    """Add the arguments of ``megarl data`` for first words outside of ``LOOKS``."""
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_words(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
-    """Separate what to do, files and overrides, where the first word is one of ``WANTS``."""
+    """Split the words into command, files and overrides, if the first word is one of ``WANTS``."""
     if arguments.overrides and arguments.overrides[0] in WANTS:
         arguments.what, *words = arguments.overrides
         arguments.sources, arguments.overrides = separated(words)
@@ -68,13 +68,13 @@ def read_words(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 
 def separated(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate names of files and runs from overrides."""
+    """Split words into names of files or runs and overrides."""
     names = [word for word in words if "=" not in word or os.path.exists(word)]
     return names, [word for word in words if word not in names]
 
 
 def look(words: Sequence[str]) -> argparse.Namespace | None:
-    """Read one of ``LOOKS`` with ``RUN [filters] [options]``; None where the first of ``words`` is none of these."""
+    """Parse one of ``LOOKS`` with ``RUN [filters] [options]``; None if the first word is another one."""
     if not words or words[0] not in LOOKS:
         return None
     name, *rest = words
@@ -105,7 +105,7 @@ def look(words: Sequence[str]) -> argparse.Namespace | None:
             metavar="N",
             help="the last N groups that match (default %(default)s)",
         )
-    arguments, further = parser.parse_known_args(rest)  # filters may stand after an option, too
+    arguments, further = parser.parse_known_args(rest)  # filters may also follow an option
     if further and (name in (SHOW, TOKENS) or any(word.startswith("-") for word in further)):
         parser.error(f"unrecognized arguments: {' '.join(further)}")
     if further:

@@ -17,7 +17,7 @@ KEYS: dict[str, Callable[[Glance], str | int]] = {
     "status": lambda glance: glance.status,
     "end": lambda glance: str(glance.end),
 }
-"""Value of ``--by`` -> what trajectories are counted by."""
+"""Value of ``--by`` -> key that trajectories are counted by."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class TrajectoryTally:
         self.nbytes += glance.nbytes
 
     def cells(self) -> list[str]:
-        """Columns of its row."""
+        """Return the cells of the table's row."""
         mean = f"{self.score / self.verdicts:.4f}" if self.verdicts else "—"
         right = f"{self.right / self.trajectories:.1%}" if self.trajectories else "—"
         counts = [str(self.groups), str(self.trajectories), right, mean]
@@ -51,7 +51,7 @@ HEAD = ["groups", "trajectories", "right", "mean reward", "no verdict", "MB of t
 
 
 def count(run: StoredRun, selection: Selection, by: str) -> str:
-    """Table of the trajectories that match, with a row for each value of ``by``; a group counts in each row that has
+    """Return the table of matching trajectories, with a row for each value of ``by``. A group counts in each row with
     one of its trajectories."""
     tallies: dict[str | int, TrajectoryTally] = {}
     reading = replace(selection, ends=selection.ends or tuple(End)) if by == "end" else selection
@@ -69,7 +69,7 @@ def count(run: StoredRun, selection: Selection, by: str) -> str:
 
 
 def count_experts(store: Store) -> str:
-    """Table of imports of expert rows."""
+    """Return the table of imports of expert rows."""
     rows = [
         [str(each.number), "taskset.expert" if each.by_setting else "import", each.source, str(each.stored)]
         for each in store.experts.imports()
@@ -78,7 +78,7 @@ def count_experts(store: Store) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows as text: the first column to the left, the others to the right."""
+    """Format rows as text: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in range(1, len(row)))]) for row in rows

@@ -1,4 +1,4 @@
-"""Explanation of verdicts on rows of a file: what a verifier asked for, read and compared (``megarl rewards explain``).
+"""Explanation of verdicts on rows of a file: what a verifier required, read and compared (``megarl rewards explain``).
 
 Verifiers run in a reward worker process, with its limits, since responses are untrusted.
 """
@@ -20,7 +20,7 @@ from megarl.tasks.row_files import place_of
 from megarl.tasks.rows import read_rows
 
 MAX_SHOWN = 300
-"""Characters of one text that are printed."""
+"""Maximum characters of a printed text."""
 
 
 async def explanations(path: Path, config: RewardConfig) -> AsyncIterator[str]:
@@ -45,7 +45,7 @@ async def explanations(path: Path, config: RewardConfig) -> AsyncIterator[str]:
 
 
 def _family(task: Task, place: str, config: RewardConfig) -> str:
-    """The row's verifier. Raises DataError for a row that has none, or that it cannot judge."""
+    """Return the row's verifier. Raises DataError if there is none, or if it cannot judge the row."""
     if not task.response:
         raise DataError(f"{place}: response must be the text to judge, got {task.response!r}; add it to the row")
     try:
@@ -62,7 +62,7 @@ def _family(task: Task, place: str, config: RewardConfig) -> str:
 
 
 async def _explained(task: Task, worker: Worker) -> list[tuple[str, str]]:
-    """(name, text) of each line about one row."""
+    """Return (name, text) of each line about one row."""
     request = {
         "data_source": task.data_source,
         "solution_str": task.response,
@@ -108,8 +108,8 @@ def _verdict(reply: dict[str, Any]) -> str:
 
 
 def _place(text: str, response: str) -> str:
-    """Line and column, from 1, of the only place in the response where the text stands by itself; '' where there are
-    several, or none."""
+    """Return line and column, from 1, of the text's only whole-word occurrence in the response; "" for several or
+    none."""
     found = [match.start() for match in re.finditer(rf"(?<!\w){re.escape(text)}(?!\w)", response)] if text else []
     if len(found) != 1:
         return ""
@@ -118,7 +118,7 @@ def _place(text: str, response: str) -> str:
 
 
 def shown(text: str, quote: bool = True) -> str:
-    """Untrusted text on one line: control characters, which a terminal would obey, are escaped."""
+    """Return untrusted text on one line, with control characters escaped for the terminal."""
     text = text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
     escaped = "".join(sign if sign.isprintable() else ascii(sign)[1:-1] for sign in text)
     return f"`{escaped}`" if quote else escaped

@@ -1,7 +1,7 @@
-"""Trajectories and expert rows as parquet or jsonl, a row each, under verl's column names where it has one.
+"""Trajectories and expert rows as parquet or jsonl, one per row, with verl's column names where verl has one.
 
-Parquet has one type for each column, so what may have any keys (``extra_info``, ``metadata``, ``reward_parts``, further
-keys of messages) is JSON text there; in jsonl it is nested.
+A parquet column has one type. So columns with arbitrary keys (``extra_info``, ``metadata``, ``reward_parts``, further
+keys of messages) are JSON text in parquet, and nested in jsonl.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from megarl.tasks.images.inline import data_uri, without_inline_images
 from megarl.tasks.row_files import is_jsonl
 
 PART_BYTES = 2 * 2**20
-"""Bytes of the arrays that are read together, and written as one row group; as lists of numbers they have 30 times as
-many."""
+"""Bytes of arrays that are read together and written as one row group; as lists of numbers they are 30 times as
+large."""
 OPEN = ("extra_info", "metadata", "reward_parts")
 """Columns that are JSON text in parquet."""
 _MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
@@ -62,7 +62,7 @@ Rows = Sequence[dict[str, Any]]
 
 
 def export(run: StoredRun, selection: Selection, path: Path) -> int:
-    """Write the trajectories that match to a parquet or jsonl file; return their number. Raises as ``rows_to``."""
+    """Write the matching trajectories to a parquet or jsonl file; return their number. Raises as ``rows_to``."""
     count = 0
     with rows_to(path, TRAJECTORY) as write:
         for rows in _parts(run, selection):
@@ -72,7 +72,7 @@ def export(run: StoredRun, selection: Selection, path: Path) -> int:
 
 
 def _parts(run: StoredRun, selection: Selection) -> Iterator[Rows]:
-    """Rows of at most ``PART_BYTES`` of arrays together, of one group at least."""
+    """Yield the rows of at least one group, with at most ``PART_BYTES`` of arrays if there are several."""
     wanted: dict[str, set[int]] = {}
     groups: dict[str, StoredGroup] = {}
     nbytes = 0
@@ -102,7 +102,7 @@ def _rows(run: StoredRun, groups: Mapping[str, StoredGroup], wanted: Mapping[str
 def trajectory_row(
     trajectory: Trajectory, group: StoredGroup, task: Task | None, tokenizer: ChatTokenizer
 ) -> dict[str, Any]:
-    """Row of a trajectory; columns of its task are None where that is no longer in the store."""
+    """Return a trajectory's row; its task's columns are None if the store no longer has the task."""
     reward, stats = trajectory.reward, trajectory.group_stats
     turns = [_turn(turn, tokenizer) for turn in trajectory.turns]
     written = [turn["text"] for turn in turns if turn["author"] == "model"]
@@ -148,7 +148,7 @@ def _turn(turn: Turn, tokenizer: ChatTokenizer) -> dict[str, Any]:
 
 
 def export_experts(store: Store, path: Path) -> int:
-    """Write expert rows as `megarl data import-experts` reads them; return their number. Raises as ``rows_to``."""
+    """Write expert rows in the format of `megarl data import-experts`; return their number. Raises as ``rows_to``."""
     count = 0
     with rows_to(path, EXPERT) as write, progress(store.experts.count(), "rows") as bar:
         for part in store.experts.read():
@@ -171,10 +171,10 @@ def _expert(each: ExpertExperience) -> dict[str, Any]:
 
 @contextmanager
 def rows_to(path: Path, schema: pa.Schema) -> Iterator[Callable[[Rows], None]]:
-    """Yield a function that writes rows; the file appears whole when the block ends.
+    """Yield a function that writes rows; the complete file appears when the block ends.
 
     Raises:
-        ConfigError: the name ends neither in ``.parquet`` nor in ``.jsonl``, or its folder is missing.
+        ConfigError: the name does not end in ``.parquet`` or ``.jsonl``, or its folder is missing.
     """
     if path.suffix not in (".parquet", ".jsonl"):
         raise ConfigError(f"-o {path}: end the name in .parquet or .jsonl")
@@ -190,7 +190,7 @@ def rows_to(path: Path, schema: pa.Schema) -> Iterator[Callable[[Rows], None]]:
 
 
 def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row in parquet's types."""
+    """Convert a row to parquet's types."""
     flat = {**row, **{name: _text(row[name]) for name in OPEN if name in row}}
     if row["prompt"] is not None:
         flat["prompt"] = [{"role": m["role"], "content": _text(m.get("content"))} for m in row["prompt"]]

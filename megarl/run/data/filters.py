@@ -14,7 +14,7 @@ from megarl.core.schema import End
 
 N = TypeVar("N", int, float)
 EXPERT = "expert"
-"""Value of ``kind`` for expert rows, which are no trajectories."""
+"""Value of ``kind`` for expert rows, which are not trajectories."""
 KINDS = (*get_args(RolloutKind), EXPERT)
 FORMS = {
     "steps": "steps=3, steps=3-10, steps=3- or steps=-10",
@@ -23,17 +23,17 @@ FORMS = {
     "source": "source=NAME[,NAME] (data_source of tasks)",
     "kind": "kind=train, kind=eval or kind=expert",
 }
-"""Filters, and how each is written."""
+"""Filter -> its forms."""
 
 
 def selection_of(words: Sequence[str], experts: bool = False) -> tuple[Selection, bool]:
-    """Read filters; return them and True where they ask for expert rows.
+    """Parse filters; return (filters, True if they select expert rows).
 
     Args:
-        experts: The command knows expert rows.
+        experts: The command supports expert rows.
 
     Raises:
-        ConfigError: a word is no filter, or its value is none.
+        ConfigError: a word is not a filter, or its value is invalid.
     """
     given: dict[str, str] = {}
     for word in words:

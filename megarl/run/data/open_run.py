@@ -1,4 +1,4 @@
-"""A run's store, opened with the settings and the tokenizer that its trajectories were made with."""
+"""A run's store, opened with the settings and tokenizer of its trajectories."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.tasks import ChatTokenizer
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A run whose store is open."""
+    """A run with its open store."""
 
     run_dir: Path
     config: Config
@@ -32,11 +32,11 @@ class StoredRun:
 
     @cached_property
     def tokenizer(self) -> ChatTokenizer:
-        """Tokenizer of the model that the run began with. Raises CheckpointError where its files are gone."""
+        """Tokenizer of the run's initial model. Raises CheckpointError if its files are missing."""
         return ChatTokenizer.open(located(self.config, self.run_dir, self.config.model.path))
 
     def glances(self, selection: Selection) -> Iterator[tuple[StoredGroup, list[Glance]]]:
-        """Yield each group that the conditions on groups leave, with all its trajectories; shows a bar."""
+        """Yield each group that matches the conditions on groups, with all its trajectories. Shows a progress bar."""
         total = self.store.selection.count(selection)
         with progress(total, "groups") as bar:
             for groups in self.store.selection.groups(selection):
@@ -47,7 +47,7 @@ class StoredRun:
                 bar.update(len(groups))
 
     def last_matching(self, selection: Selection, limit: int) -> tuple[list[StoredGroup], int]:
-        """Return the last groups with a matching trajectory, in order, and the number of all that have one."""
+        """Return the last ``limit`` groups with a matching trajectory, in order, and the number of all such groups."""
         last, count = deque[StoredGroup](maxlen=limit), 0
         for group, members in self.glances(selection):
             if any(map(selection.matches, members)):
@@ -57,7 +57,7 @@ class StoredRun:
 
 
 def progress(total: int, unit: str) -> tqdm[None]:
-    """Bar on a terminal."""
+    """Return a progress bar for the terminal."""
     return tqdm(total=total, unit=f" {unit}", desc=unit, leave=False, disable=None, file=sys.stderr)
 
 
@@ -66,7 +66,7 @@ def stored_run(run_dir: str | os.PathLike[str], selection: Selection, *, read_on
     """Open a run's store.
 
     Raises:
-        ConfigError: there is no run or no store, or no task has a source that ``selection`` names.
+        ConfigError: there is no run or store, or no task has a source of ``selection``.
     """
     folder = Path(run_dir)
     if not (folder / "resolved.json").is_file():

@@ -1,6 +1,6 @@
-"""Responses of groups side by side as one HTML file that needs nothing beside it.
+"""Responses of groups side by side as one self-contained HTML file.
 
-Responses are untrusted: whatever comes from the store goes through ``escape`` or a template that escapes.
+Responses are untrusted: all texts from the store go through ``escape`` or an escaping template.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from megarl.run.report.pieces import PIECES as FRAME
 from megarl.run.report.text import VERDICTS
 
 TOKENS_OF_PAGE = 100_000
-"""Tokens of the model after which no further group is added; about 7 MB."""
+"""Maximum tokens of the model on a page, about 7 MB; no further group is added then."""
 TOKENS_OF_TURN = 4_000
-"""Tokens of a turn that are shown, the first ones."""
+"""Maximum tokens shown of a turn, from its start."""
 MEMBERS = 32
-"""Responses of a group that are shown, the first ones."""
+"""Maximum responses shown of a group, from its first."""
 FOLDED = 1_200
-"""Characters, or lines of 60, above which a text is folded."""
+"""Characters above which a text is folded; a line counts as at least 60."""
 BOUNDS = (0.9, 0.5, 0.1, 0.01)
 """Probabilities between the colours of tokens."""
 
 
 SPLITS = {"train": ("Training", "train", "step {}"), "eval": ("Held-out tasks", "held-out", "after step {}")}
-"""Kind of a rollout -> its heading, and the name and the step of a group."""
+"""Kind of a rollout -> (heading, name of a group, form of its step)."""
 
 
 def write_page(run: StoredRun, selection: Selection, path: Path, limit: int, filters: Sequence[str]) -> str:
-    """Write the page of the last ``limit`` groups that have a matching trajectory; return its path and what is on it.
+    """Write the page of the last ``limit`` groups with a matching trajectory; return a text with its path and contents.
 
-    Training and held-out tasks have a heading and a share of the groups each, the last group first.
+    Training and held-out tasks each have a heading and a share of the groups, the last group first.
 
     Raises:
         ConfigError: no trajectory matches, or the folder is missing.
@@ -79,12 +79,12 @@ def write_page(run: StoredRun, selection: Selection, path: Path, limit: int, fil
 def _sections(
     run: StoredRun, selection: Selection, groups: Sequence[StoredGroup], room: int, kind: str
 ) -> tuple[list[Markup], list[tuple[str, str, int, int]]]:
-    """Groups, the last first, as far as ``room`` tokens of the model go, and links to them."""
+    """Return the groups, the last first, that fit ``room`` tokens of the model, and links to them."""
     sections, links = list[Markup](), list[tuple[str, str, int, int]]()
     with progress(len(groups), "groups") as bar:
         for number, group in enumerate(reversed(groups)):
             members = [each for each in run.store.selection.members([group.group_id]) if each.index != GREEDY]
-            if not members:  # pruned, or asked for again, since they were counted
+            if not members:  # pruned or requested again after the count
                 continue
             room -= sum(each.response_length for each in members)
             if room < 0 and sections:
@@ -136,7 +136,7 @@ def _facts(
 
 
 def _prompt(run: StoredRun, task: Task | None, first: Turn, anchor: str) -> Markup:
-    """Messages of the task; of one that is gone, the text that the model was given."""
+    """Return the messages of the task; if the task is gone, the model's input text."""
     if task is None:
         return _turn(first.author, f"{len(first)} tokens", _decoded(run, first), f"{anchor}-p")
     turns = [
@@ -190,7 +190,7 @@ def _turn_of(run: StoredRun, turns: Sequence[Turn], number: int, anchor: str) ->
 
 
 def strip(tokens: Sequence[Token]) -> Markup:
-    """Each token as a cell in the colour of its probability; a mark where the weights version changes."""
+    """Return each token as a cell in the colour of its probability, with a mark where the weights version changes."""
     several = len({token.version for token in tokens}) > 1
     cells, version = list[str](), ""
     for token in tokens:
@@ -205,7 +205,7 @@ def strip(tokens: Sequence[Token]) -> Markup:
 
 
 def _decoded(run: StoredRun, turn: Turn) -> str:
-    """Text of a turn that no model wrote, as the model read it."""
+    """Return the text of a turn that the model read but did not write."""
     text = run.tokenizer.decode(turn.token_ids[:TOKENS_OF_TURN], special=True)
     left = len(turn) - TOKENS_OF_TURN
     return text if left <= 0 else f"{text} … {left} more tokens are left out"

@@ -1,6 +1,6 @@
-"""Pieces of the page of responses: templates that escape every text, unless it is ``Markup`` already.
+"""Pieces of the page of responses: templates that escape every text except ``Markup``.
 
-CSS and script of the page, beside the report's.
+Also the page's CSS and script, in addition to the report's.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _TEMPLATES = """
 
 
 def visible(text: str) -> str:
-    """Without control characters; a tab as spaces."""
+    """Replace control characters, and tabs by spaces."""
     return clean(text.replace("\t", "    ").replace("\r\n", "\n"))
 
 

@@ -1,4 +1,4 @@
-"""Deletes trajectories that nothing needs any more: used groups', whole, by filter."""
+"""Deletes trajectories of used groups that a run no longer needs: whole groups, by filter."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from megarl.run.data.open_run import StoredRun
 from megarl.weights.checkpoint.training.manifest import finished, in_order, steps_of
 
 REPORTED = ("eval-before", "eval-after")
-"""Evaluations whose answers the report shows."""
+"""Evaluations with answers that the report shows."""
 AT_ONCE = 200
-"""Groups of one transaction."""
+"""Groups per transaction."""
 
 
 @dataclass
 class Pruned:
-    """Result of a look at what can be deleted."""
+    """Result of a search for deletable trajectories."""
 
     tallies: dict[str, TrajectoryTally] = field(default_factory=dict)
-    """By kind."""
+    """Deletable trajectories by kind."""
     kept: Counter[str] = field(default_factory=Counter)
-    """Reason -> groups that match the filters and stay."""
+    """Reason -> number of groups that match the filters but are kept."""
     deleted: int = 0
-    """Trajectories."""
+    """Number of deleted trajectories."""
 
     def text(self, done: bool) -> str:
-        """Table of what was, or would be, deleted, and why others stay."""
+        """Return the table of deleted or deletable trajectories, and the reasons for kept groups."""
         rows = [[kind, *tally.cells()] for kind, tally in sorted(self.tallies.items())]
         lines = table([["deleted" if done else "to delete", *HEAD], *rows]) if rows else "nothing to delete\n"
         return lines + "".join(f"kept: {number} groups, {why}\n" for why, number in sorted(self.kept.items()))
 
 
 def prune(run: StoredRun, selection: Selection, *, delete: bool) -> Pruned:
-    """Find groups whose trajectories all match and that nothing needs; delete their trajectories, in transactions of
-    ``AT_ONCE`` groups, where ``delete`` is True. A kill leaves whole groups; the same command goes on.
+    """Find unneeded groups with only matching trajectories. With ``delete`` remove their trajectories, ``AT_ONCE``
+    groups per transaction, so that a kill leaves whole groups and the same command can go on.
 
-    Raises ConfigError for a bench's run, whose answers are its result.
+    Raises ConfigError for a bench, since its answers are its result.
     """
     if run.config.run.mode == "bench":
         raise ConfigError(f"{run.run_dir} is a bench's, which reads its answers again; remove the folder instead")
@@ -70,7 +70,7 @@ Part = list[tuple[StoredGroup, list[Glance]]]
 
 
 def _in_parts(run: StoredRun, selection: Selection) -> Iterator[Part]:
-    """Groups whose trajectories are there and all match."""
+    """Yield, in parts, the groups whose trajectories exist and all match."""
     part: Part = []
     for group, members in run.glances(selection):
         if members and all(map(selection.matches, members)):
@@ -83,7 +83,7 @@ def _in_parts(run: StoredRun, selection: Selection) -> Iterator[Part]:
 
 
 def _needed(run: StoredRun, groups: Sequence[StoredGroup], checkpoints: Sequence[int], newest: int) -> dict[str, str]:
-    """Group id -> reason why it stays. ``newest``: step of the newest finished one of the ``checkpoints``."""
+    """Return group id -> reason to keep it. ``newest``: step of the newest finished one of the ``checkpoints``."""
     again = run.store.selection.needed_again(groups, checkpoints)
     oldest_replay = oldest_replayed(run.config, [*checkpoints, run.store.journal.last_step()])
     found: dict[str, str] = {}

@@ -18,15 +18,15 @@ from megarl.run.data.tokens import spans_text, tokens_of, versions_text
 from megarl.run.report.text import clean
 
 STRIP = 10_000
-"""Tokens of a turn that ``--tokens`` prints."""
+"""Maximum tokens of a turn that ``--tokens`` prints."""
 RULE = "─" * 80
 
 
 def show(run: StoredRun, name: str, *, tokens: bool = False) -> str:
-    """Text of a group (``train-000003/5``), or of one of its trajectories (``train-000003/5[2]``).
+    """Return the text of a group (``train-000003/5``) or of one of its trajectories (``train-000003/5[2]``).
 
     Raises:
-        ConfigError: there is no such group or trajectory, or its trajectories are not there.
+        ConfigError: the group or trajectory does not exist, or its trajectories were pruned.
     """
     found = re.fullmatch(r"(.+?)(?:\[(-?\d+)\])?", name)
     group = run.store.selection.group(found[1]) if found else None
@@ -52,14 +52,13 @@ def show(run: StoredRun, name: str, *, tokens: bool = False) -> str:
 
 
 def sample(run: StoredRun, selection: Selection, count: int, seed: int) -> str:
-    """Text of ``count`` trajectories that match, each as likely as any other; the same ones for the same seed and
-    store."""
+    """Return the text of ``count`` matching trajectories, drawn uniformly; equal for equal seed and store."""
     chosen = sorted(_reservoir(run, selection, count, seed), key=lambda each: (each.group.group_id, each.number))
     return "\n".join(show(run, f"{each.group.group_id}[{each.number}]") for each in chosen)
 
 
 def _reservoir(run: StoredRun, selection: Selection, count: int, seed: int) -> list[Glance]:
-    """Algorithm R: ``count`` of all, in one pass."""
+    """Draw ``count`` matching trajectories in one pass (algorithm R)."""
     draws = random.Random(seed)
     kept: list[Glance] = []
     for number, glance in enumerate(_matching(run, selection)):
@@ -75,14 +74,14 @@ def _matching(run: StoredRun, selection: Selection) -> Iterator[Glance]:
 
 
 def use_of(group: StoredGroup) -> str:
-    """Words for the state of a group: ``consumed by step 4``, ``dropped by step 4: surplus``, ``ready``."""
+    """Describe the state of a group: ``consumed by step 4``, ``dropped by step 4: surplus``, ``ready``."""
     if group.used_by is None:
         return group.state
     return f"{group.state} by step {group.used_by}" + (f": {group.reason}" if group.reason else "")
 
 
 def context_of(turns: Sequence[Turn], number: int) -> str | None:
-    """Name what a turn was written after, where that is not the turn before it: a context that was rewritten."""
+    """Describe a turn's predecessor if it is not the previous turn, i.e. after a rewritten context; None otherwise."""
     follows = turns[number].follows
     if follows == number - 1:
         return None
@@ -90,10 +89,10 @@ def context_of(turns: Sequence[Turn], number: int) -> str | None:
 
 
 def rewards_of(members: Sequence[Trajectory], excluded: Mapping[tuple[str, int], str]) -> tuple[float, float] | None:
-    """Mean and unbiased standard deviation of a group's rewards; None where no member has a verdict.
+    """Return mean and unbiased standard deviation of a group's rewards; None if no member has a verdict.
 
     Args:
-        excluded: Members that are left out, as of ``Store.journal.excluded``.
+        excluded: Members to leave out, from ``Store.journal.excluded``.
     """
     counted = [e for e in members if e.index != GREEDY and (e.group_id, e.index) not in excluded]
     scores = [e.reward.score for e in counted if math.isfinite(e.reward.score)]

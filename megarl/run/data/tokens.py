@@ -10,17 +10,18 @@ from megarl.tasks import ChatTokenizer, text_of_tokens
 
 
 class Token(NamedTuple):
-    """A token that a model wrote."""
+    """A token written by a model."""
 
     text: str
-    """"" for one that begins a character which a later token ends."""
+    """"" for the first bytes of a character that a later token completes."""
     token_id: int
     logp: float
     version: str
 
 
 def tokens_of(turn: Turn, tokenizer: ChatTokenizer, limit: int) -> list[Token]:
-    """First ``limit`` tokens of a model's turn; their texts together are the turn's, special tokens included."""
+    """Return the first ``limit`` tokens of a model's turn; their joined texts are the turn's text with special
+    tokens."""
     assert turn.logp is not None, "a turn of the model has log-probs"
     ids = turn.token_ids[:limit].tolist()
     versions = [str(span.version) for span in turn.spans for _ in range(span.start, span.end)]
@@ -29,12 +30,12 @@ def tokens_of(turn: Turn, tokenizer: ChatTokenizer, limit: int) -> list[Token]:
 
 
 def spans_text(turn: Turn) -> str:
-    """Weights versions of a turn, with the number of tokens of each where there are several."""
+    """Return the weights versions of a turn, with the number of tokens of each if there are several."""
     if len(turn.spans) == 1:
         return str(turn.spans[0].version)
     return ", ".join(f"{span.version} ({span.end - span.start})" for span in turn.spans)
 
 
 def versions_text(turns: Sequence[Turn]) -> str:
-    """Weights versions of turns, in order."""
+    """Return the weights versions of turns, in order."""
     return ", ".join(dict.fromkeys(str(span.version) for turn in turns for span in turn.spans))

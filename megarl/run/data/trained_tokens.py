@@ -1,8 +1,7 @@
-"""Comparison of the tokens that a run's steps have trained on with the turns in its store.
+"""Comparison of the tokens in a run's training batches with the turns in its store.
 
-It begins with the stored turns alone: each sequence must be a line of turns, from one that follows nothing to one of
-the model, and each token in the loss must be one that the model wrote there. How the trainer forms its samples is not
-asked.
+Uses only the stored turns, not the trainer's code: each sequence must be a line of turns, from a first turn to one of
+the model. Each token in the loss must be a token that the model wrote there.
 
 Shape legend: T tokens of a sequence or of a line.
 """
@@ -25,13 +24,13 @@ from megarl.run.data.open_run import StoredRun, progress
 AUTHORS: tuple[str, ...] = get_args(Author)
 MODEL = AUTHORS.index("model")
 NOBODY = -1
-"""Author of positions beyond a line's end."""
+"""Author of positions after a line's end."""
 TRAINED = "rollout/tokens/trained"
-"""Metric of a step: tokens in its loss that engines have sampled, as the trainer counts them."""
+"""Metric of a step: number of sampled tokens in its loss, counted by the trainer."""
 
 
 class Line(NamedTuple):
-    """Turns that follow each other, up to one of the model."""
+    """Consecutive turns that end with one of the model."""
 
     tokens: np.ndarray
     """int32 [T]"""
@@ -45,27 +44,27 @@ class TrainedTokens:
 
     steps: int = 0
     without_file: int = 0
-    """Steps that are done and have no file."""
+    """Finished steps without a batch file."""
     several_turns: int = 0
     """Sequences with more than one turn of the model."""
     sequences: int = 0
     trained: int = 0
-    """Tokens in the loss; those of expert rows are not among them."""
+    """Tokens in the loss, without expert rows."""
     expert: int = 0
-    """Tokens in the loss of expert rows, which no model has sampled."""
+    """Tokens of expert rows in the loss, which no model has sampled."""
     differ: int = 0
-    """Tokens in the loss that are others than those of the stored turns."""
+    """Tokens in the loss that differ from the stored turns."""
     of_others: Counter[str] = field(default_factory=Counter)
-    """Author -> tokens in the loss that no model wrote."""
+    """Author -> tokens in the loss that the model did not write."""
     sequences_differ: int = 0
     absent: int = 0
-    """Sequences whose trajectory is not in the store."""
+    """Sequences with no trajectory in the store."""
     uncounted: int = 0
-    """Difference from what the steps have recorded, added up over steps."""
+    """Sum over steps of the difference from the recorded metric."""
 
     @property
     def wrong(self) -> bool:
-        """True if anything is not as it must be."""
+        """True if a token or sequence differs, is missing or was not counted."""
         counts = (self.differ, sum(self.of_others.values()), self.sequences_differ, self.absent, self.uncounted)
         return any(counts)
 
@@ -94,7 +93,7 @@ class TrainedTokens:
             tokens: int32 [T]
             targets: int32 [T]; position i has the token after it.
             mask: bool [T]
-            lines: Those of its trajectory.
+            lines: Lines of the sequence's trajectory.
         """
         places = np.flatnonzero(mask)
         line = _nearest(tokens, places, lines)
@@ -114,10 +113,10 @@ class TrainedTokens:
 
 
 def count_trained(run: StoredRun) -> TrainedTokens:
-    """Compare every step that is done and has a file.
+    """Compare every finished step with a batch file.
 
     Raises:
-        ConfigError: no step has one.
+        ConfigError: no step has a batch file.
         DataError: a file is damaged.
     """
     steps, files = dict(run.store.journal.steps()), set(kept_steps(run.run_dir))
@@ -139,7 +138,7 @@ def _add_step(found: TrainedTokens, run: StoredRun, batch: KeptBatch, recorded: 
     """Count a step's sequences.
 
     Args:
-        recorded: Its metric ``TRAINED``.
+        recorded: The step's metric ``TRAINED``.
     """
     cuts = np.cumsum(batch.lengths)[:-1]
     parts = [np.split(values, cuts) for values in (batch.tokens, batch.targets, batch.mask)]
@@ -165,7 +164,7 @@ def _add_step(found: TrainedTokens, run: StoredRun, batch: KeptBatch, recorded: 
 
 
 def lines_of(turns: Sequence[Turn]) -> Iterator[Line]:
-    """Yield the line up to each turn of the model."""
+    """Yield the line that ends at each turn of the model."""
     for turn in turns:
         if turn.author != "model":
             continue
@@ -177,10 +176,10 @@ def lines_of(turns: Sequence[Turn]) -> Iterator[Line]:
 
 
 def _nearest(tokens: np.ndarray, places: np.ndarray, lines: Sequence[Line]) -> Line:
-    """Return the line that has these tokens, or the one with most of them.
+    """Return the line with these tokens, or with most of them.
 
-    Lines of equal tokens may have other authors, where a context was rewritten: the sequence is then the one with
-    the fewest trained tokens of others.
+    After a rewritten context, lines with equal tokens may have different authors: the line with the fewest trained
+    tokens of other authors wins.
     """
 
     def distance(line: Line) -> tuple[int, int]:

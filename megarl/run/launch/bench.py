@@ -1,4 +1,4 @@
-"""``megarl bench``: each model in turn is a job of its own, whose counts are compared on one page."""
+"""``megarl bench``: runs a separate job for each model in turn, and compares their counts on one page."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 SETTINGS = "settings.json"
 MODEL = "model.json"
 MEASURED = ("model", "trainer.seed", "taskset", "rollout", "evaluation", "reward")
-"""Settings, and groups of them, that answers and verdicts depend on, without those of ``changes.FREE``."""
+"""Settings, and groups of settings, that answers and verdicts depend on, except ``changes.FREE``."""
 OF_NO_ROW = (
     "model.path",
     "model.router",
@@ -60,7 +60,7 @@ OF_NO_ROW = (
 class _Planned(NamedTuple):
     subject: Subject
     config: Config
-    """Settings of its job."""
+    """Settings of the model's job."""
 
     @property
     def folder(self) -> Path:
@@ -68,19 +68,19 @@ class _Planned(NamedTuple):
 
 
 def run_bench(models: Sequence[str], config: Config, servers: ForkServers | None, *, check_only: bool) -> int:
-    """Measure the models that are not measured yet, one after another; write the comparison of all that are.
+    """Measure the unmeasured models, one after another; write the comparison of all measured ones.
 
     Returns:
-        0 when all are measured, 1 when one failed (the others are measured all the same), 130 when it was stopped.
+        0 if all are measured, 1 if one failed (the others are still measured), 130 after a stop.
 
     Raises:
-        InputError: of settings, rows or a model, before any process starts.
+        InputError: settings, rows or a model are invalid; raised before any process starts.
     """
     if find().nodes > 1:
         raise ConfigError("a bench runs on one machine; start it without the launcher of several nodes")
     folder = Path(config.run.dir)
     check_place(folder)
-    base = _of_bench(config, folder)
+    base = config_of_bench(config, folder)
     planned = [_Planned(subject, _config_of(base, subject)) for subject in _subjects(models)]
     _check_same_settings(base, folder)
     for each in planned:
@@ -115,11 +115,12 @@ def _subjects(models: Sequence[str]) -> list[Subject]:
 
 
 _OF_ENGINES = ("path", "dtype", "head_dtype", "min_image_pixels", "max_image_pixels")
-"""Settings in ``model`` that engines read."""
+"""Settings of ``model`` that engines use."""
 
 
-def _of_bench(config: Config, folder: Path) -> Config:
-    """The settings of a bench: nothing in them is of a trainer, since its grid and sizes must not refuse a model."""
+def config_of_bench(config: Config, folder: Path) -> Config:
+    """Return the settings of a bench in ``folder``, without the trainer's: its grid and sizes must not refuse a
+    model."""
     day = config.taskset.date or _noted(folder).get("date") or date.today().isoformat()
     trainer = TrainerConfig(seed=config.trainer.seed, verify_checkpoints=config.trainer.verify_checkpoints, trackers=[])
     return replace(
@@ -127,7 +128,7 @@ def _of_bench(config: Config, folder: Path) -> Config:
         run=replace(config.run, mode="bench"),
         model=replace(ModelConfig(), **{name: getattr(config.model, name) for name in _OF_ENGINES}),
         parallel=ParallelConfig(backend=config.parallel.backend),
-        algorithm=AlgorithmConfig(group_size=max(config.evaluation.samples, 2)),  # the explorer's capacity
+        algorithm=AlgorithmConfig(group_size=max(config.evaluation.samples, 2)),  # determines the explorer's capacity
         reference=ReferenceConfig(),
         critic=CriticConfig(),
         reward_model=RewardModelConfig(),
@@ -140,7 +141,7 @@ def _of_bench(config: Config, folder: Path) -> Config:
 
 
 def _config_of(base: Config, subject: Subject) -> Config:
-    """The settings of a model's job: a directory and a store of its own, the rows of all."""
+    """Return the settings of a model's job: with a separate directory and store, and the common rows."""
     folder = Path(base.run.dir) / "models" / subject.slug
     store = base.store
     if sqlite_file(store.url) is not None:
@@ -154,7 +155,7 @@ def _config_of(base: Config, subject: Subject) -> Config:
 
 
 def _prepare(base: Config, folder: Path, left: Sequence[_Planned], *, check_only: bool) -> None:
-    """Make rows and HF checkpoints that are missing, and check every job but the first: its start does that."""
+    """Make missing rows and HF checkpoints, and check every job except the first, which its start checks."""
     if not check_only:
         prepare_data(base)
         _note_settings(base, folder)
@@ -180,7 +181,7 @@ def _run_all(planned: Sequence[_Planned], servers: ForkServers | None) -> int:
         name = f"{each.subject.name} ({number} of {len(planned)})"
         if is_finished(each.config, each.folder):
             log.info("%s: measured before, not again", name)
-            each.subject.clean_up(each.folder)  # a kill may have left it
+            each.subject.clean_up(each.folder)  # a kill may have left converted files
             continue
         log.info("%s: in %s", name, each.folder)
         try:
@@ -197,7 +198,7 @@ def _run_all(planned: Sequence[_Planned], servers: ForkServers | None) -> int:
 
 
 def _check_same_model(each: _Planned) -> None:
-    """Raise ConfigError where the files of a model are not those that were measured."""
+    """Raise ConfigError if the files of a model differ from the measured ones."""
     path = each.folder / MODEL
     if not path.is_file():
         return
@@ -215,7 +216,7 @@ def _identity(subject: Subject) -> dict[str, str]:
 
 
 def _check_same_settings(base: Config, folder: Path) -> None:
-    """Raise ConfigError where the settings are not those of the answers that are there."""
+    """Raise ConfigError if the settings differ from those of the existing answers."""
     noted = _noted(folder)
     if noted and (changed := [c for c in changes(noted["settings"], _measured(base)) if _counts(c)]):
         raise ConfigError(
@@ -225,7 +226,7 @@ def _check_same_settings(base: Config, folder: Path) -> None:
 
 
 def _note_settings(base: Config, folder: Path) -> None:
-    """Write down what all models of the bench are measured with. Raises ConfigError for other rows than before."""
+    """Record the settings and rows of the bench. Raises ConfigError if the rows have changed."""
     rows = hashlib.blake2b(repr(list(read_split(base, SPLIT))).encode(), digest_size=16).hexdigest()
     noted = _noted(folder)
     if noted and noted["rows"] != rows:
@@ -248,7 +249,7 @@ def _noted(folder: Path) -> Mapping[str, Any]:
 
 
 def _measured(config: Config) -> dict[str, Any]:
-    """The settings as JSON reads them back."""
+    """Return the settings as they are after a round trip through JSON."""
     found: dict[str, Any] = json.loads(json.dumps(to_dict(config)))
     return found
 

@@ -1,4 +1,5 @@
-"""Expert experiences into a run's store: ``megarl data import-experts``, and ``taskset.expert`` at a job's start."""
+"""Import of expert experiences into a run's store: ``megarl data import-experts``, and ``taskset.expert`` at a job's
+start."""
 
 from __future__ import annotations
 
@@ -24,14 +25,14 @@ log = logging.getLogger(__name__)
 
 
 def import_experts(config: Config, sources: Sequence[str], min_score: float) -> None:
-    """Check the rows of all sources, then write those that are new into the run's store, in one transaction.
+    """Check the rows of all sources, then write the new ones into the run's store, in one transaction.
 
     Args:
         sources: Parquet, json or jsonl files of demonstrations, or ``run:DIR``.
-        min_score: Least score of another run's trajectories.
+        min_score: Minimum score of another run's trajectories.
 
     Raises:
-        ConfigError, DataError: with file and row; then nothing is written.
+        ConfigError, DataError: names file and row; nothing is written then.
     """
     config = make(config)
     check, found = ExpertCheck(config), list[tuple[str, list[ExpertExperience]]]()
@@ -56,7 +57,7 @@ def import_experts(config: Config, sources: Sequence[str], min_score: float) -> 
 
 
 def log_counts(store: Store) -> None:
-    """Log how many expert experiences each import has in the store."""
+    """Log the number of expert experiences of each import in the store."""
     for each in store.experts.imports():
         kind = "taskset.expert" if each.by_setting else f"import {each.number}"
         log.info("%s, %s: %d expert rows", kind, each.source, each.stored)
@@ -64,10 +65,10 @@ def log_counts(store: Store) -> None:
 
 
 def fill_experts(config: Config, store: Store) -> None:
-    """Import ``taskset.expert`` at a job's start, where the algorithm trains on expert rows; check those of imports.
+    """Import ``taskset.expert`` at a job's start if the algorithm trains on expert rows; check earlier imports.
 
     Raises:
-        ConfigError: the store has none.
+        ConfigError: the store has no expert rows.
         DataError: a row of an earlier import does not fit these settings.
     """
     if not needs_expert_rows(config):
@@ -93,5 +94,5 @@ def fill_experts(config: Config, store: Store) -> None:
 
 
 def _stored(rows: Sequence[ExpertExperience]) -> list[ExpertExperience]:
-    """The rows as the store keeps them, with their images inside the prompts."""
+    """Return the rows in the store's form, with their images inside the prompts."""
     return [replace(row, task=with_inline_images(row.task)) for row in rows]

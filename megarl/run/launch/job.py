@@ -1,4 +1,4 @@
-"""A training job from its settings: check everything, prepare, run, report."""
+"""Runs a training job from its settings: checks, preparation, attempts, report."""
 
 from __future__ import annotations
 
@@ -60,14 +60,14 @@ from megarl.weights.checkpoint.training.state import latest, read_state
 log = logging.getLogger(__name__)
 
 OTHERS = 7
-"""Connections to the store beside trainer ranks and explorers: supervisor, somebody who looks."""
+"""Connections to the store besides trainer ranks and explorers: supervisor, tools."""
 UNFINISHED = 130
 """Exit status of a job that was stopped and can be resumed."""
 
 
 def run(config: Config, servers: ForkServers | None = None) -> int:
-    """Run the job to its end, or this node's part in it; exit status 0 when it finished, 130 when it was stopped and
-    can be resumed. Its processes are forked from ``servers`` where this machine is the job's only one."""
+    """Run the job, or this node's part of it, to its end. Return 0 if it finished, 130 if it was stopped and can be
+    resumed. On a job's only machine processes are forked from ``servers``."""
     allocation = find()
     job, run_dir = job_of(config), Path(config.run.dir)
     key = os.environ.get(KEY_VARIABLE) or (secrets.token_urlsafe(24) if job.is_alone else run_key(run_dir))
@@ -88,7 +88,7 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
                 f"run.mode=both: explore programs of the run in {run_dir} are running ({', '.join(held)}); end them, "
                 "or set run.mode=train"
             )
-        last = current_attempt(run_dir, program)  # whoever counts from here on has taken over
+        last = current_attempt(run_dir, program)  # a higher number from here on means that another job has taken over
         timeline = Timeline(run_dir / "timeline", of_program(COMMAND, program))
         born = psutil.Process().create_time()
         timeline.add("import", born, time.time() - born, attempt=last + 1)
@@ -119,10 +119,10 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
             fix = "" if config.run.mode == "bench" else "raise trainer.steps to go on, or "
             log.info("%s is finished; %stake another run.name to begin again", run_dir, fix)
         else:
-            _run_attempts(begun, tasks, allocation, gathering, lock, server, key, last, timeline, servers)
-        # A rank that was asked to end, by whomever, ends in order: only the run itself shows whether it is finished.
+            run_attempts(begun, tasks, allocation, gathering, lock, server, key, last, timeline, servers)
+        # A rank that receives SIGTERM ends in order: only the run's files show whether the run is finished.
         finished = _is_finished(config)
-        if finished and job.trains:  # its report too, which may not have been written when it ended
+        if finished and job.trains:  # also the report, which an earlier end may not have written
             from megarl.run.report.html import summary, write_report
 
             write_report(run_dir, config.store.outage_s)
@@ -133,18 +133,18 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
 
 
 def _is_finished(config: Config) -> bool:
-    """Return True if the run is finished; an explore program leaves it to the trainer's to say so."""
+    """Return True if the run is finished; an explore program uses the state that the trainer's program wrote."""
     return is_closed(config) if job_of(config).joins else is_finished(config, Path(config.run.dir))
 
 
-def _run_attempts(
+def run_attempts(
     config: Config, tasks: Mapping[str, Selected], allocation: Allocation, gathering: Gathering, lock: int,
     server: Server | None, key: str, last: int, timeline: Timeline,
     servers: ForkServers | None = None,
 ) -> None:  # fmt: skip
-    """Attempts after the ``last`` one, until one ends in order, or ``cluster.restarts`` are used up.
+    """Run attempts after attempt ``last`` until one ends in order or ``cluster.restarts`` are used up.
 
-    One that ran out of memory is followed, once, by one with smaller micro-batches beside these.
+    Once, an attempt that ran out of memory is followed by an extra one with smaller micro-batches.
 
     Raises:
         FencedError: another job has begun an attempt.
@@ -155,7 +155,7 @@ def _run_attempts(
         INTERRUPT.check()
         others = gathering.wait(config.cluster.connect_timeout_s, stop_request.is_set) if allocation.nodes > 1 else []
         everybody = [*others]
-        others = _healthy(config, allocation, others)
+        others = healthy_nodes(config, allocation, others)
         for node in others:
             node.stop_request = stop_request
         for folder in remove_stale_folders(run_dir):
@@ -173,16 +173,16 @@ def _run_attempts(
         )
         if allocation.nodes > 1:
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
-        elif not job.is_alone and not is_loopback(here.address):  # programs on other machines reach it there
+        elif not job.is_alone and not is_loopback(here.address):  # programs on other machines connect to it
             here.interface = health.interface_of(here.address)
         left, budget = config.cluster.restarts, MicroBatchBudget()
         while True:
             with timeline.phase("prepare"):
                 fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
-                attempt = last = _begin_attempt(config, stop_request, last)
+                attempt = last = begin_attempt(config, stop_request, last)
                 if not job.joins:
-                    shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # of ranks that were killed
-                    _fill_store(config, tasks, attempt, fitted.config)
+                    shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # files of killed ranks
+                    fill_store(config, tasks, attempt, fitted.config)
                 else:
                     enter(config, attempt)
             try:
@@ -211,12 +211,12 @@ def _run_attempts(
                     leave(config, attempt)
 
 
-def _begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
-    """The number of the attempt that begins after ``last``; a full disk is waited for as the store's is.
+def begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
+    """Begin the attempt after ``last`` and return its number. Waits up to ``store.outage_s`` for space on a full disk.
 
     Raises:
-        FencedError: a later one has begun.
-        JobError: it cannot be written down.
+        FencedError: a later attempt has begun.
+        JobError: the number cannot be written.
     """
     run_dir, end = Path(config.run.dir), time.monotonic() + config.store.outage_s
     program, warned = job_of(config).program, False
@@ -236,8 +236,7 @@ def _begin_attempt(config: Config, stop_request: StopRequest, last: int | None =
 def _fitted(
     config: Config, here: LocalNode, others: Sequence[RemoteNode], left: Sequence[RemoteNode]
 ) -> tuple[Fit, list[Node]]:
-    """The job as large as the nodes that are left can have it, and those that it uses; logs what is not as it was asked
-    for.
+    """Return the largest job that fits the remaining nodes, and the nodes that it uses. Logs lost nodes and reductions.
 
     Raises as ``fit``.
     """
@@ -267,11 +266,12 @@ def _fitted(
     return fitted, [node for node in nodes if node.rank in used]
 
 
-def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:
-    """The nodes that fit together.
+def healthy_nodes(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:
+    """Return the other nodes without faults.
 
     Raises:
-        JobError: more do not than there are spares, and cluster.exclude_unhealthy is off; or one of them is the head.
+        JobError: more nodes are faulty than there are spares, and cluster.exclude_unhealthy is off; or the head is
+            faulty.
     """
     if not others:
         return []
@@ -294,11 +294,12 @@ def _healthy(config: Config, allocation: Allocation, others: Sequence[RemoteNode
     return [node for node in others if node.name not in faults]
 
 
-def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitted: Config) -> None:
-    """The attempt, which ends all earlier ones' right to write; tasks, and nothing that an earlier attempt asked for
-    and the newest checkpoint knows nothing of, nor groups that it asked for ahead with settings that have changed.
+def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitted: Config) -> None:
+    """Prepare the store for an attempt before the explorer starts, which would claim open groups before engines have
+    the weights.
 
-    Before the explorer starts: it would claim what is still open, while no engine has the weights or even answers.
+    Begins the attempt, which fences all earlier ones, and adds the tasks. Deletes groups of earlier attempts that the
+    newest checkpoint does not include, and groups requested ahead with changed settings.
     """
     run_dir = Path(config.run.dir)
     store = Store(config.store.url, outage_s=config.store.outage_s, program=job_of(config).program)
@@ -306,7 +307,7 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fit
     store.begin_attempt(attempt)
     check_store_of_run(config, run_dir, store)
     store.journal.set_run_id(run_id(run_dir))
-    if config.run.mode != "bench":  # whose answers are of one model, and stay
+    if config.run.mode != "bench":  # a bench keeps its answers, which have one model
         _discard_rollouts(config, run_dir, store)
     for split, selected in tasks.items():
         if store.tasks.read(split) != selected.tasks:
@@ -318,15 +319,15 @@ def _fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fit
                 "supervisor", "tasks", data | ({} if "" in sources else {"sources": dict(sources)})
             )
     fill_experts(config, store)
-    save_resolved(fitted, resolved(config))  # before an explore program sees the open job
+    save_resolved(fitted, resolved(config))  # before explore programs see the open job
     store.journal.open_job()
     store.close()
 
 
 def _discard_rollouts(config: Config, run_dir: Path, store: Store) -> None:
-    """Forget what an earlier attempt asked for with weights that the newest checkpoint does not have."""
+    """Delete groups of earlier attempts that were requested with the newest checkpoint's weights or later ones."""
     found = latest(run_dir / "checkpoints")
-    # Groups that were asked for ahead have the sampling and the verdicts of the settings of then.
+    # Groups requested ahead have samples and verdicts of the earlier settings.
     changed = any(change.trains() for change in changes_since_last_start(config, run_dir))
     from_step = 0 if found is None else int(read_state(found)["step"])
     for step in sorted(step for step in store.evaluations.uncounted().values() if step < from_step):

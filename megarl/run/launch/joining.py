@@ -1,6 +1,6 @@
-"""Entry of an explore program into a run that its trainer's program has begun, and its exit.
+"""Joins an explore program to a run that its trainer's program has begun, and removes its engines at its end.
 
-It makes nothing of a run: no rows, no model, no checkpoint, no tables' rows but its own.
+An explore program makes no rows, model or checkpoint of the run, and writes only its own rows of the store's tables.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from megarl.run.run_dir.changes import Change, changes, described, is_in
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Seconds between two looks for what is waited for."""
+"""Seconds between two checks while waiting."""
 AGAIN_S = 60.0
-"""Seconds between two lines about it."""
+"""Seconds between two log lines while waiting."""
 OF_TRAINER = ("trainer", "critic", "reference", "reward_model", "teachers", "buffer", "run", "cluster")
-"""Settings that concern trainer ranks, or each program for itself: an explore program may have others."""
+"""Settings of trainer ranks, or of each program: an explore program's may differ."""
 SHARED = ("rollout.tp", "rollout.pp", "rollout.expert_parallel", "parallel.backend", "store.url", "sync.method")
-"""Settings on which trainer and engines must agree, of those that change no training."""
+"""Settings that trainer and engines must share although they do not change training."""
 
 
 class Waiting:
-    """Lines about something that is waited for: the first at once, then one a minute."""
+    """Logs a wait: the first line immediately, then one a minute."""
 
     def __init__(self) -> None:
         self._said: float | None = None
 
     def pause(self, what: str) -> None:
-        """Log ``what`` where a line is due, and sleep for a moment. Raises KeyboardInterrupt after a signal."""
+        """Log ``what`` if a line is due, and sleep briefly. Raises KeyboardInterrupt after a signal."""
         now = time.monotonic()
         if self._said is None or now - self._said >= AGAIN_S:
             self._said = now
@@ -48,11 +48,11 @@ class Waiting:
 
 
 def await_run(config: Config, nodes: int) -> Config | None:
-    """Wait, however long, until a trainer's program has begun the run; return the settings with what the run has taken
-    from its rows. None where the run is finished.
+    """Wait without limit until a trainer's program has begun the run. Return the settings with the values that the run
+    derived from its rows; None if the run is finished.
 
     Raises:
-        ConfigError: settings differ from the run's that must not, or do not fit this machine.
+        ConfigError: settings differ that must match the run's, or do not fit this machine.
     """
     run_dir, waiting = Path(config.run.dir), Waiting()
     while True:
@@ -78,7 +78,7 @@ def await_run(config: Config, nodes: int) -> Config | None:
     )
     if found := differences(run, config):
         raise ConfigError(
-            f"run.mode=explore: settings are not those of the run in {run_dir}: {described(found)}; give this command "
+            f"run.mode=explore: settings differ from the run in {run_dir}: {described(found)}; give this command "
             "the overrides of the trainer's"
         )
     check_settings(config, algorithms.get(config.algorithm.name), nodes)
@@ -86,19 +86,19 @@ def await_run(config: Config, nodes: int) -> Config | None:
 
 
 def differences(run: Config, config: Config) -> list[Change]:
-    """Settings of an explore program that its run has otherwise, and that must be alike."""
+    """Return the settings of an explore program that differ from its run's but must match."""
     found = changes(to_dict(run), to_dict(config))
     return [c for c in found if is_in(c.setting, SHARED) or (c.trains() and not is_in(c.setting, OF_TRAINER))]
 
 
 def is_closed(config: Config) -> bool:
-    """Return True if the run has been finished, as far as it was asked for."""
+    """Return True if the run has begun and its job is closed: all requested steps are done."""
     with _opened(config) as store:
         return store.journal.has_begun() and store.journal.job_state() == "closed"
 
 
 def _steps(config: Config) -> int:
-    """Steps that the run has made: a trainer that is to make more may not have said so yet."""
+    """Return the number of finished steps: the trainer of a closed run may be about to make more."""
     with _opened(config) as store:
         return store.journal.last_step()
 
@@ -116,14 +116,14 @@ def _opened(config: Config) -> closing[Store]:
 
 
 def enter(config: Config, attempt: int) -> None:
-    """Take the store for an attempt of this program: it ends the right to write of this program's earlier ones."""
+    """Begin an attempt of this program in the store, which fences its earlier attempts."""
     store = Store(config.store.url, outage_s=config.store.outage_s, program=algorithms.job_of(config).program)
     store.begin_attempt(attempt)
     store.close()
 
 
 def leave(config: Config, attempt: int) -> None:
-    """Take this program's engines out of the registry, as far as the store is there."""
+    """Remove this program's engines from the registry, if the store is reachable."""
     program = algorithms.job_of(config).program
     with (
         suppress(JobError, FencedError, ConfigError),

@@ -1,6 +1,6 @@
-"""``megarl data awaiting`` and ``megarl data reward``: rewards that are given later.
+"""``megarl data awaiting`` and ``megarl data reward``: late rewards.
 
-Trajectories that await one are a file to fill in; rows with rewards come back.
+The first writes a file of trajectories without reward, the second reads it back with rewards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def write_awaiting_rows(config: Config, target: str) -> None:
-    """Write trajectories of a run that await rewards to a jsonl file."""
+    """Write a run's trajectories that await rewards to a jsonl file."""
     config = _of_run(config)
     with store_of_run(config.store.url, Path(config.run.dir), read_only=True) as store:
         count = write_awaiting(store, ChatTokenizer.of(config), Path(target))
@@ -33,10 +33,10 @@ def write_awaiting_rows(config: Config, target: str) -> None:
 
 
 def give_rewards(config: Config, sources: Sequence[str]) -> None:
-    """Write the rewards of files into a run's store, in one transaction.
+    """Write the rewards of files into a run's store in one transaction.
 
     Raises:
-        ConfigError, DataError: with file and row; then nothing is written.
+        ConfigError, DataError: names file and row; nothing is written then.
     """
     config = _of_run(config)
     given = read_rewards([Path(source) for source in sources], config)
@@ -55,7 +55,7 @@ def give_rewards(config: Config, sources: Sequence[str]) -> None:
 
 
 def _of_run(config: Config) -> Config:
-    """The settings that the run named by ``config`` was started with. Raises ConfigError where there is none."""
+    """Return the settings that the run of ``config`` was started with. Raises ConfigError if there is no run."""
     resolved = Path(config.run.dir) / "resolved.json"
     if not resolved.is_file():
         raise ConfigError(f"run.dir={config.run.dir} has no run; name that whose responses await rewards (run.name)")
@@ -68,7 +68,7 @@ GIVEN = ("score", "acc", "status", "parts")
 
 
 def awaiting_rows(store: Store, tokenizer: ChatTokenizer) -> Iterator[dict[str, Any]]:
-    """Rows of trajectories that await a reward: what they are, and what a judge needs to see."""
+    """Yield the rows of trajectories that await a reward: their identity, and the data that a judge needs."""
     for part in store.late.awaiting():
         for each in part:
             yield _row(each, tokenizer)
@@ -94,7 +94,7 @@ def _row(each: AwaitingReward, tokenizer: ChatTokenizer) -> dict[str, Any]:
 
 
 def write_awaiting(store: Store, tokenizer: ChatTokenizer, path: Path) -> int:
-    """Write the rows to a jsonl file; return their number. Raises ConfigError for a file that has scores in it."""
+    """Write the rows to a jsonl file; return their number. Raises ConfigError for a file that already has scores."""
     if path.exists() and _has_scores(path):
         raise ConfigError(f"{path} has scores in it, which would be lost; give another file, or remove that one")
     count = 0
@@ -106,7 +106,7 @@ def write_awaiting(store: Store, tokenizer: ChatTokenizer, path: Path) -> int:
 
 
 def _has_scores(path: Path) -> bool:
-    """Return True unless each row of a jsonl file is one that awaits its score."""
+    """Return True unless each row of a jsonl file awaits its score."""
     try:
         with path.open(encoding="utf-8") as file:
             return any(json.loads(line)["score"] is not None for line in file if line.strip())
@@ -115,11 +115,11 @@ def _has_scores(path: Path) -> bool:
 
 
 def read_rewards(paths: Sequence[Path], config: Config) -> list[GivenReward]:
-    """Rewards of parquet or jsonl files, one for each trajectory; rows whose ``score`` is null are left out.
+    """Return the rewards of parquet or jsonl files, one per trajectory; rows with a null ``score`` are skipped.
 
     Raises:
-        DataError: a row names no trajectory, its reward is none that a reward function may return, or an earlier row
-            has another reward for its trajectory.
+        DataError: a row names no trajectory, its reward is invalid, or an earlier row has another reward for its
+            trajectory.
     """
     check_weights(config.reward)
     found: dict[tuple[str, int, str], GivenReward] = {}
@@ -146,7 +146,7 @@ def _given(location: RowLocation, row: dict[str, Any], config: Config) -> GivenR
     if not isinstance(index, int) or isinstance(index, bool):
         location.refuse("index", "the number of a response in its group", index)
     if not isinstance(row.get("claim"), str):
-        location.refuse("claim", "that of the row which `megarl data awaiting` wrote", row.get("claim"))
+        location.refuse("claim", "the claim that `megarl data awaiting` wrote", row.get("claim"))
     try:
         verdict = to_verdict({name: row[name] for name in GIVEN if row.get(name) is not None})
     except (TypeError, ValueError) as error:

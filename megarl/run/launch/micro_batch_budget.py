@@ -1,4 +1,4 @@
-"""Settings of the attempt that follows one whose trainer ran out of memory."""
+"""Settings of the attempt after a trainer ran out of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADVICE = (
 
 
 class MicroBatchBudget:
-    """The budget of micro-batches, which a job may halve once. A start of the run by hand has the configured one."""
+    """Token budget of micro-batches, which a job may halve once. A start by hand has the configured budget again."""
 
     def __init__(self, fits: Callable[[Config], None] = check_micro_batches) -> None:
         self._fits = fits
@@ -30,7 +30,7 @@ class MicroBatchBudget:
     def halve(self, config: Config, error: MemoryFullError) -> Config:
         """Return the settings with half the budget.
 
-        Raises NonRetryableError, with what to change, where it was halved before or half of it holds too little.
+        Raises NonRetryableError with the settings to change if the budget was halved before or half is too little.
         """
         if self._halved is not None:
             setting, old, new = self._halved
@@ -54,13 +54,13 @@ class MicroBatchBudget:
 
 
 def halved(config: Config, fits: Callable[[Config], None] = check_micro_batches) -> tuple[Config, Change]:
-    """Return the settings with half the tokens of a micro-batch (half the rows, without packing), and that change.
+    """Return the settings with half the tokens of a micro-batch (without packing: half the rows), and the change.
 
     Args:
-        fits: Raises an InputError for settings whose micro-batches do not hold the run's longest sequence.
+        fits: Raises InputError if the run's longest sequence does not fit a micro-batch.
 
     Raises:
-        InputError: there is no half, or it does not fit.
+        InputError: the value is 1, or half does not fit.
     """
     trainer = config.trainer
     if trainer.packing:

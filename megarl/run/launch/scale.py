@@ -1,4 +1,4 @@
-"""``megarl scale``: a run that is training gets another number of engines, or engines of another tensor parallelism.
+"""``megarl scale``: changes the number or the tensor parallelism of a running job's engines.
 
 The order is checked first.
 """
@@ -27,11 +27,11 @@ from megarl.weights.reshard.layouts import vllm_layout
 log = logging.getLogger(__name__)
 
 PROGRAM = "program"
-"""Setting of the command that names a program."""
+"""Word of the command that names a program."""
 
 
 class Wanted(NamedTuple):
-    """Settings of one command; None stays as it is."""
+    """Values of one command; None leaves a value unchanged."""
 
     engines: int | None
     tp: int | None
@@ -39,19 +39,19 @@ class Wanted(NamedTuple):
 
 
 def scale(run_dir: str, words: Sequence[str]) -> None:
-    """Order a run's job to have so many engines, or others; its supervisor starts and ends them.
+    """Order another number or tensor parallelism of a job's engines; its supervisor starts and ends them.
 
     Args:
-        words: ``engines=N``, ``tp=M``, and ``program=NAME`` where several programs of the run have engines.
+        words: ``engines=N``, ``tp=M``, and ``program=NAME`` if several programs of the run have engines.
 
     Raises:
-        ConfigError: the run is not there or not running, or cannot have such engines; nothing was ordered.
+        ConfigError: the run does not exist, is not running or cannot have such engines; nothing is ordered.
     """
     wanted = read(words)
     config, folder = config_of(run_dir), Path(run_dir)
     running = held_locks(folder, "")
     with store_of_run(config.store.url, folder) as store:
-        own = job_of(config).has(ProcessKind.ENGINE)  # else rows of an earlier start may be there
+        own = job_of(config).has(ProcessKind.ENGINE)  # otherwise rows may be of an earlier start
         programs = [name for name in store.engines.programs() if name != TRAIN or own]
         running_programs = [name for name in programs if of_program("lock", name) in running]
         program = program_of(run_dir, running_programs, wanted.program)
@@ -74,7 +74,7 @@ def scale(run_dir: str, words: Sequence[str]) -> None:
 
 
 def read(words: Sequence[str]) -> Wanted:
-    """Settings from words ``name=value``. Raises ConfigError."""
+    """Parse words ``name=value``. Raises ConfigError."""
     found = dict(word.partition("=")[::2] for word in words)
     if unknown := sorted(found.keys() - {ENGINES, TP, PROGRAM}):
         raise ConfigError(
@@ -93,7 +93,7 @@ def _count(found: Mapping[str, str], name: str) -> int | None:
 
 
 def config_of(run_dir: str, program: str = TRAIN) -> Config:
-    """Settings of a program of the run. Raises ConfigError where there is none."""
+    """Return the settings of a program of the run. Raises ConfigError if it does not exist."""
     resolved = Path(run_dir) / f"{of_program('resolved', program)}.json"
     if not resolved.is_file():
         raise ConfigError(f"{run_dir} has no run; give the directory of one that is training (run.dir)")
@@ -101,7 +101,7 @@ def config_of(run_dir: str, program: str = TRAIN) -> Config:
 
 
 def program_of(run_dir: str, programs: Sequence[str], asked: str | None) -> str:
-    """Choose the program whose engines are meant, of those that run. Raises ConfigError."""
+    """Choose the program with the engines to scale among running ones. Raises ConfigError."""
     if not programs:
         raise ConfigError(f"{run_dir} has no job that is running with engines; start it with rollout.replicas=N")
     if asked is None and len(programs) == 1:
@@ -110,21 +110,21 @@ def program_of(run_dir: str, programs: Sequence[str], asked: str | None) -> str:
         assert asked is not None
         return asked
     named = ", ".join(f"{PROGRAM}={name}" for name in programs)
-    raise ConfigError(f"{PROGRAM}={asked or ''}: the engines of {run_dir} are of several; give one of {named}")
+    raise ConfigError(f"{PROGRAM}={asked or ''}: {run_dir} has engines of several programs; give one of {named}")
 
 
 ENGINES, TP = "engines", "tp"
-"""Settings of the command that name engines."""
+"""Words of the command for engines."""
 _ASKING = f"with reward.judge.url={JUDGE_IS_ROLLOUT} the function of reward.path may ask"
 
 
 def _are_asked_by_workers(config: Config) -> bool:
-    """Return True if a function of the user may ask engines as the judge: its process keeps the URLs of the start."""
+    """Return True if a user's reward function may use engines as the judge: its process keeps the URLs of the start."""
     return config.reward.path is not None and config.reward.judge.url == JUDGE_IS_ROLLOUT
 
 
 def check_engines(config: Config, number: int) -> None:
-    """Raise ConfigError for a run whose engines must stay as they are."""
+    """Raise ConfigError if a run's engines cannot be changed to ``number``."""
     rollout = config.rollout
     if rollout.is_colocated:
         raise ConfigError(
@@ -144,12 +144,12 @@ def check_engines(config: Config, number: int) -> None:
 
 
 def check_tp(config: Config) -> None:
-    """Raise ConfigError where a run cannot have engines with the ``rollout.tp`` of these settings while it trains."""
+    """Raise ConfigError if engines with these settings' ``rollout.tp`` cannot join the running job."""
     setting, rollout = f"{TP}={config.rollout.tp}", config.rollout
     if config.sync.deterministic:
         raise ConfigError(
             f"{setting}: sync.deterministic=true has the same bits in every run, and engines of another tp add in "
-            "another order; set rollout.tp for a run of its own"
+            "another order; set rollout.tp in another run"
         )
     if _are_asked_by_workers(config):
         raise ConfigError(
@@ -166,11 +166,11 @@ def check_tp(config: Config) -> None:
 
 
 def check_room(number: int, workers: int, begun_with: int, room: EngineRoom | None) -> None:
-    """Raise ConfigError where a job's devices have no room for the engines that are ordered.
+    """Raise ConfigError if the ordered engines do not fit a job's devices.
 
     Args:
-        workers: Of each engine.
-        begun_with: Workers of each engine that the job began with.
+        workers: Workers of each engine.
+        begun_with: Workers of each engine at the job's start.
     """
     if room is not None and number > (most := room.most(workers, begun_with)):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""``megarl init``: writes a folder with an experiment, its rows, its Python file and a job script, ready to be run."""
+"""``megarl init``: writes a ready-to-run folder with an experiment, its rows, its Python file and a job script."""
 
 from __future__ import annotations
 
@@ -31,18 +31,19 @@ class Starter(NamedTuple):
     """Files and settings of one kind of training."""
 
     purpose: str
-    """Purpose of the kind in one line, for the help and the experiment."""
+    """One-line purpose of the kind, for the help and the experiment."""
     row: Callable[[str, str], dict[str, Any]]
-    """The example row of a question and its answer."""
+    """Function that makes an example row from a question and its answer."""
     settings: dict[str, Any]
-    """Settings of the experiment beside those that every kind has. A value ``FILE`` is the path of ``file``."""
+    """Settings of the experiment in addition to the common ones. A value ``FILE`` is replaced by the path of
+    ``file``."""
     file: str | None = None
     """Name of the Python file."""
     code: str = ""
     """Content of the Python file."""
     algorithm: str = "grpo"
     lr: str = "1.0e-6"
-    """Learning rate for a model that is given; the model made from scratch has 1.0e-3."""
+    """Learning rate for a given model; the model made from scratch has 1.0e-3."""
 
 
 def _task(question: str, answer: str) -> dict[str, Any]:
@@ -130,7 +131,7 @@ KINDS: dict[Kind, Starter] = {
     ),
 }
 OFFLINE = ("sft", "dpo")
-"""Kinds that learn from files alone, without engines."""
+"""Kinds that train on files only, without engines."""
 TINY = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -141,11 +142,11 @@ TINY = {
     "head_dim": 32,
     "max_position_embeddings": 256,
 }
-"""Sizes of the model that is made from scratch where none is given: it shows that the job runs, and learns little."""
+"""Sizes of the default model from scratch: it shows that the job runs, and learns little."""
 
 
 class Answers(NamedTuple):
-    """Five answers that make a folder."""
+    """Five answers that determine a folder."""
 
     kind: Kind
     name: str
@@ -153,7 +154,7 @@ class Answers(NamedTuple):
     model: str
     """Directory or hub name of the model; empty makes a tiny one from scratch."""
     gpus: int
-    """GPUs of a node; 0 trains on CPUs."""
+    """GPUs per node; 0 trains on CPUs."""
     nodes: int
 
 
@@ -169,7 +170,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Ask for what is left out, write the folder and print the next commands. Raises ConfigError as ``write``."""
+    """Ask for missing answers, write the folder and print the next commands. Raises ConfigError as ``write``."""
     folder = Path(arguments.folder).absolute()
 
     def answer(given: Any, question: str, default: Any) -> str:
@@ -205,7 +206,7 @@ def write(folder: Path, answers: Answers) -> list[Path]:
     """Write the files of a folder and return their paths.
 
     Raises:
-        ConfigError: a file is there already, the name is none or taken, or GPUs are asked for without a model.
+        ConfigError: a file exists already, the name is invalid or taken, or GPUs are requested without a model.
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w-]*", answers.name):
         raise ConfigError(f"--name={answers.name}: give letters, digits, - and _")

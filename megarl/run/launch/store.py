@@ -1,4 +1,4 @@
-"""``megarl store``: the PostgreSQL server of a run, as a program that outlives the others."""
+"""``megarl store``: runs a run's PostgreSQL server as a program that outlives the others."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ log = logging.getLogger(__name__)
 PROGRAM = "store"
 WATCH_S = 0.5
 ENDED_S = 5.0
-"""Seconds for which a finished run must have had no other program, before its server ends."""
+"""Seconds after the end of a finished run's last program until its server ends."""
 CONNECTIONS = 1000
-"""Connections that all programs of a run may have together: each trainer node, explorer and supervisor one or two."""
+"""Maximum connections of all programs of a run: one or two of each trainer node, explorer and supervisor."""
 UNFINISHED = 130
-"""Exit status of a server that was stopped before its run was finished."""
+"""Exit status of a server stopped before its run was finished."""
 
 
 def serve(config: Config) -> int:
-    """Run the server until the run is finished and its other programs have ended (status 0), or it is asked to stop
-    (130).
+    """Run the server until the run is finished and its other programs have ended; return 0, or 130 after a stop
+    request.
 
     Raises:
-        ConfigError: ``store.url`` asks for no such server, or another one is there; and as ``Server.start``.
+        ConfigError: ``store.url`` is not for such a server, or another one is running; and as ``Server.start``.
     """
     if config.store.url != OWN_SERVER:
         raise ConfigError(
-            f"store.url={config.store.url} needs no program of its own; set store=postgres for a server of the run"
+            f"store.url={config.store.url} needs no separate program; set store=postgres for a server of the run"
         )
     run_dir = Path(config.run.dir)
     key = os.environ.get(KEY_VARIABLE) or run_key(run_dir)
@@ -67,7 +67,7 @@ def serve(config: Config) -> int:
 def _watch(config: Config, run_dir: Path, server: Server, stop_request: StopRequest) -> int:
     store = Store(config.store.url, outage_s=config.store.outage_s)
     ended_at: float | None = None
-    begun = False  # in this program's life: a run that was finished before may be about to go on
+    begun = False  # since this program's start: a run that was finished before may go on
     try:
         while not stop_request.count:
             if server.poll() is not None:
@@ -91,8 +91,7 @@ def _watch(config: Config, run_dir: Path, server: Server, stop_request: StopRequ
 
 
 def _earlier_port(run_dir: Path, host: str) -> int | None:
-    """Port of the server before, at which programs that live look for it again; None where there is none, or it is
-    taken."""
+    """Return the previous server's port, where running programs look for it; None if there is none or it is taken."""
     path = run_dir / "postgres" / ADDRESS
     before, _, port = path.read_text().rpartition(":") if path.is_file() else ("", "", "")
     return int(port) if before == host and is_free(host, int(port)) else None

@@ -1,5 +1,5 @@
-"""Models that a bench measures: an HF checkpoint, one with an adapter, a run, or a checkpoint of a run, each as a
-directory that an engine reads."""
+"""Models of a bench: an HF checkpoint, one with an adapter, a run, or a checkpoint of a run, each as a directory that
+an engine can load."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class Subject:
     """One model of a bench."""
 
     name: str
-    """As the command names it, with the step where that was left out."""
+    """Name in the command, with the step added if it was left out."""
     path: Path
-    """HF checkpoint, or the training checkpoint that is converted to one."""
+    """HF checkpoint, or training checkpoint to convert."""
     is_hf: bool
     published: str = ""
-    """Digest of the manifest of weights that a run has published; they are copied, since the run removes them."""
+    """Manifest digest of weights that a run has published; these weights are copied, since the run removes them."""
     adapter: Path | None = None
-    """PEFT folder, or checkpoint of a run with adapters, that is merged into the HF checkpoint ``path``."""
+    """PEFT folder, or a run's checkpoint with adapters, to merge into the HF checkpoint ``path``."""
 
     @property
     def slug(self) -> str:
-        """Name of its directory in the bench: the same for the same path, whatever other models there are."""
+        """Name of the model's directory in the bench; depends only on its path."""
         plain = re.sub(r"[^\w.@-]+", "_", self.name.removeprefix(RUN).strip("/"), flags=re.ASCII)[-LONGEST:]
         places = [self.path, *([] if self.adapter is None else [self.adapter])]
         paths = "+".join(str(place.resolve()) for place in places)
@@ -56,7 +56,7 @@ class Subject:
         return f"{plain.lstrip('._')}-{digest}"
 
     def identity(self) -> str:
-        """Digest of the names, sizes and times of its files, without reading them; or ``published``."""
+        """Return the digest of the names, sizes and times of its files, without reading them; or ``published``."""
         if self.published:
             return self.published
         found = _files_of(self.path)
@@ -65,15 +65,15 @@ class Subject:
         return hashlib.blake2b(repr(found).encode(), digest_size=16).hexdigest()
 
     def hf_path(self, folder: Path) -> Path:
-        """HF checkpoint of the model; in ``folder`` where it is converted."""
+        """Return the model's HF checkpoint; in ``folder`` if it must be converted."""
         return self.path if self.is_hf else folder / "model"
 
     def convert(self, folder: Path, dtype: str = "float32") -> None:
-        """Write the HF checkpoint of a training checkpoint or of an adapter, whole and with its digests compared, or
-        copy published weights; one that is there is kept. Raises CheckpointError.
+        """Write the verified HF checkpoint of a training checkpoint or adapter, or copy published weights. An existing
+        one is kept. Raises CheckpointError.
 
         Args:
-            dtype: ``model.dtype``, to which the sum of model and adapter is rounded.
+            dtype: ``model.dtype``; the sum of model and adapter is rounded to it.
         """
         target = self.hf_path(folder)
         if self.is_hf or (target / CONFIG).is_file():
@@ -98,15 +98,15 @@ class Subject:
         convert_megatron_to_hf(self.path, target, settings=Settings(verify=True, progress=False))
 
     def _copy(self, target: Path) -> None:
-        """Copy published weights, which their run may remove meanwhile. Raises CheckpointError."""
+        """Copy published weights, which their run may remove during the copy. Raises CheckpointError."""
         log.info("%s: copying %s to %s", self.name, self.path, target)
         part = partial_path(target)
         shutil.rmtree(part, ignore_errors=True)
         try:
             shutil.copytree(self.path, part)
-        except OSError as error:  # shutil.Error too
+        except OSError as error:  # includes shutil.Error
             raise CheckpointError(f"MODEL {self.name} cannot be copied to {target}: {error}") from error
-        if not (self.path / MANIFEST).is_file():  # it goes first
+        if not (self.path / MANIFEST).is_file():  # removed first
             raise CheckpointError(
                 f"MODEL {self.name} was removed while it was copied, since the run has published newer weights; run "
                 "the command again"
@@ -114,7 +114,7 @@ class Subject:
         replace_directory(part, target)
 
     def clean_up(self, folder: Path) -> None:
-        """Remove what ``convert`` has written."""
+        """Remove the files that ``convert`` has written."""
         if not self.is_hf:
             for written in (self.hf_path(folder), folder / "adapter"):
                 shutil.rmtree(written, ignore_errors=True)
@@ -129,7 +129,7 @@ def _files_of(folder: Path) -> list[tuple[str, int, int]]:
 
 
 def short_names(subjects: Sequence[Subject]) -> list[str]:
-    """Names without the folders that all paths begin with, for the heads of columns."""
+    """Return the names without the folders that all names begin with, for column heads."""
     parts = [subject.name.removeprefix(RUN).strip("/").split("/") for subject in subjects]
     shared = 0
     while (
@@ -140,10 +140,10 @@ def short_names(subjects: Sequence[Subject]) -> list[str]:
 
 
 def subject_of(word: str) -> Subject:
-    """Find the model that a word of the command names: a directory, a name in the hub's cache, a PEFT folder alone or
-    behind its model and a ``+``, ``run:DIR``, ``run:DIR@STEP`` or ``run:DIR@VERSION``.
+    """Return the model that a word of the command names: a directory, a name in the hub's cache, a PEFT folder alone or
+    as ``MODEL+FOLDER``, ``run:DIR``, ``run:DIR@STEP`` or ``run:DIR@VERSION``.
 
-    Raises ConfigError naming what is there instead.
+    Raises ConfigError that names existing alternatives.
     """
     if word.startswith(RUN):
         return _of_run(word)
@@ -172,8 +172,8 @@ def subject_of(word: str) -> Subject:
 
 
 def _both(word: str) -> tuple[Path, Path]:
-    """Model and adapter of ``MODEL+ADAPTER``. Where folders have a ``+`` in their names too: the first two that are
-    there."""
+    """Split ``MODEL+ADAPTER`` into model and adapter. If names of folders have a ``+`` too, take the first split into
+    existing folders."""
     parts = word.split("+")
     pairs = [("+".join(parts[:at]), "+".join(parts[at:])) for at in range(1, len(parts))]
     found = [(Path(hub.snapshot(base)), Path(adapter)) for base, adapter in pairs]
@@ -181,7 +181,8 @@ def _both(word: str) -> tuple[Path, Path]:
 
 
 def _with_adapter(word: str, base: Path, adapter: Path) -> Subject:
-    """The model ``base`` with an adapter. Raises ConfigError where one of them is none, or they do not go together."""
+    """Return the model ``base`` with an adapter. Raises ConfigError if one is missing, or the adapter is not for the
+    model."""
     if not (base / CONFIG).is_file():
         raise ConfigError(f"MODEL {word}: {base} has no {CONFIG}; give the HF checkpoint that the adapter is for")
     try:
@@ -227,7 +228,8 @@ def _of_run(word: str) -> Subject:
 
 
 def _best_step(word: str, run_dir: Path, steps: Collection[int]) -> int:
-    """Step of a run's best checkpoint. Raises ConfigError without ``trainer.keep_best``, and where none is measured."""
+    """Return the step of a run's best checkpoint. Raises ConfigError without ``trainer.keep_best``, or if no checkpoint
+    is measured."""
     metric = load_resolved(run_dir / "resolved.json").trainer.keep_best
     if metric is None:
         raise ConfigError(f"MODEL {word}: the run has no trainer.keep_best; give a step")
@@ -238,7 +240,7 @@ def _best_step(word: str, run_dir: Path, steps: Collection[int]) -> int:
 
 
 def _of_checkpoint(name: str, path: Path) -> Subject:
-    """A finished checkpoint: of a whole model, or of adapters, which are merged into their model."""
+    """Return a finished checkpoint of a whole model, or of adapters to merge into their model."""
     from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
 
     try:

@@ -1,8 +1,7 @@
-"""Sweeps: one job for each combination of swept settings, in hydra's own syntax (``a=1,2``, ``range``, ``choice``,
-``glob``).
+"""Sweeps: one job per combination of swept settings, in hydra's syntax (``a=1,2``, ``range``, ``choice``, ``glob``).
 
-A combination's number is its place in hydra's order (the last sweep turns fastest), so that the tasks of a Slurm array
-agree on it. The table of a sweep's results is made from the files of its runs.
+A combination's number is its index in hydra's order (the last sweep varies fastest), so that the tasks of a Slurm array
+agree on it. The table of results is made from the runs' files.
 """
 
 from __future__ import annotations
@@ -25,32 +24,31 @@ from megarl.core.errors import ConfigError, InputError, JobError
 log = logging.getLogger(__name__)
 
 LONGEST = 150
-"""Characters of a directory's name."""
+"""Maximum characters of a directory's name."""
 STOPPED = 130
 
 
 class Combination(NamedTuple):
     number: int
     slug: str
-    """``algorithm=grpo,trainer.optimizer.lr=1e-5``: what is swept, and the name of its directory in the sweep's
+    """Swept values, ``algorithm=grpo,trainer.optimizer.lr=1e-5``; name of the combination's directory in
     ``run.dir``."""
     config: Config
 
 
 def combinations(overrides: Sequence[str], index: int | None = None, own: str | None = None) -> list[Combination]:
-    """Every combination (or number ``index`` alone), composed: all of them are valid settings, each with a directory of
-    its own.
+    """Return the composed settings of every combination, or only of number ``index``, each with a separate directory.
     ``own``: see :func:`megarl.config.compose`.
 
     Raises:
-        ConfigError: naming the combination whose settings are none; or nothing is swept, or in a way that has no fixed
-            order; or there is none of this number.
+        ConfigError: names the combination with invalid settings; or nothing is swept, the order is not fixed, or no
+            combination has this number.
     """
     found: list[Combination] = []
-    for number, (words, swept) in enumerate(expanded := _expanded(overrides, own)):
+    for number, (words, swept) in enumerate(expanded := expand(overrides, own)):
         if index is not None and number != index:
             continue
-        slug = _slug(swept)
+        slug = folder_name(swept)
         try:
             where = compose(words, own=own).run.dir
             others = [word for word in words if word.partition("=")[0].lstrip("+") != "run.dir"]
@@ -66,8 +64,9 @@ def combinations(overrides: Sequence[str], index: int | None = None, own: str | 
     return found
 
 
-def _expanded(overrides: Sequence[str], own: str | None = None) -> list[tuple[list[str], list[str]]]:
-    """(all overrides, those of them that are swept) of each combination; what is not swept stays as it was written."""
+def expand(overrides: Sequence[str], own: str | None = None) -> list[tuple[list[str], list[str]]]:
+    """Return (all overrides, the swept ones) of each combination; unswept overrides keep their text. Raises
+    ConfigError."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -77,7 +76,7 @@ def _expanded(overrides: Sequence[str], own: str | None = None) -> list[tuple[li
     with hydra_at(config_dirs(own)):
         parser = OverridesParser.create(
             config_loader=GlobalHydra.instance().config_loader()
-        )  # it knows what a glob can match
+        )  # it finds the values that a glob matches
         try:
             for number, (text, override) in enumerate(
                 zip(overrides, parser.parse_overrides(list(overrides)), strict=True)
@@ -106,7 +105,8 @@ def _expanded(overrides: Sequence[str], own: str | None = None) -> list[tuple[li
     return [(list(words), [words[number] for number in swept]) for words in itertools.product(*choices)]
 
 
-def _slug(swept: Sequence[str]) -> str:
+def folder_name(swept: Sequence[str]) -> str:
+    """Return the name of a combination's folder, made from its overrides; a long name ends in a digest."""
     name = re.sub(r"[^\w.,=+-]", "_", ",".join(word.lstrip("+") for word in swept), flags=re.ASCII)
     if len(name) > LONGEST:  # a file system's limit is 255
         name = f"{name[:LONGEST]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
@@ -114,22 +114,22 @@ def _slug(swept: Sequence[str]) -> str:
 
 
 def quoted(text: str) -> str:
-    """Quote a value in hydra's grammar."""
+    """Quote a value for hydra's grammar."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, own: str | None = None) -> int:
-    """Run the combinations that are not finished, one after another, or number ``index`` alone.
+    """Run the unfinished combinations, one after another, or only number ``index``.
 
-    Without ``index`` every one is checked as ``megarl train --check`` does before the first starts.
+    Without ``index`` all are checked like ``megarl train --check`` before the first starts.
 
     Returns:
-        0 when all are finished, 1 when one failed (the others are run all the same), 130 when it was stopped; with
-        ``index`` what ``megarl train`` returns.
+        0 if all are finished, 1 if one failed (the others still run), 130 after a stop; with ``index`` the status of
+        ``megarl train``.
 
     Raises:
-        ConfigError: a combination is not valid, or there is none of this number. With ``index`` also what its run
-            raises.
+        ConfigError: a combination is invalid, or no combination has this number. With ``index`` also the errors of its
+            run.
     """
     found = combinations(overrides, index, own)
     from megarl.run.checks.job import check
@@ -180,16 +180,16 @@ def _run_all(found: Sequence[Combination]) -> int:
 
 
 HELD_OUT = ("val/accuracy", "val/loss")
-"""Metric that a run is compared by: the first that it has."""
+"""Metrics that runs are compared by: the first one that a run has."""
 
 
 def runs_of(folder: Path) -> list[Path]:
-    """Directories of the runs in a sweep's directory, by name."""
+    """Return the directories of the runs in a sweep's directory, by name."""
     return sorted(path.parent for path in folder.glob("*/resolved.json"))
 
 
 def table_of(runs: Sequence[Path]) -> str:
-    """A line for each run: its name, steps, held-out figure before and after. Raises ConfigError for no runs."""
+    """Return a line per run: name, steps, held-out metric before and after. Raises ConfigError for no runs."""
     if not runs:
         raise ConfigError("no run has begun in this sweep")
     rows = [("run", "steps", "held out", "first", "last"), *map(_row, runs)]
@@ -212,7 +212,7 @@ def _row(run: Path) -> tuple[str, str, str, str, str]:
 
 
 def _records(path: Path) -> Iterable[dict[str, float]]:
-    """Lines of a run's metrics, but for one that a killed process left incomplete."""
+    """Yield a run's metrics records; an incomplete line of a killed process is skipped."""
     for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
         try:
             yield json.loads(line)

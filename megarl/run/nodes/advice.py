@@ -1,5 +1,5 @@
-"""Advice to a job that its nodes have no room for, or whose plan leaves GPUs idle: sizes that take all of them, and the
-number of nodes that the job takes as it is."""
+"""Advice for a job that does not fit its nodes or leaves GPUs idle: sizes that use all GPUs, and the number of nodes
+for the job as it is."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMAND = "MEGARL_COMMAND"
 
 
 def check_idle(config: Config, plan: Plan, nodes: Sequence[NodeInfo]) -> None:
-    """Raise ConfigError if a plan leaves more than a quarter of the GPUs idle, and ``cluster.allow_idle`` is false."""
+    """Raise ConfigError if a plan leaves more than a quarter of the GPUs idle and ``cluster.allow_idle`` is false."""
     if config.parallel.backend != "nccl" or config.cluster.allow_idle:
         return
     idle, has = idle_gpus(plan, nodes), sum(node.gpus for node in nodes)
@@ -49,9 +49,9 @@ def check_idle(config: Config, plan: Plan, nodes: Sequence[NodeInfo]) -> None:
 
 @contextmanager
 def with_advice(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None]) -> Iterator[None]:
-    """Add sizes that fit, and the number of nodes that the job as it is takes, to a ConfigError of a plan.
+    """Add fitting sizes, and the number of nodes for the job as it is, to a plan's ConfigError.
 
-    ``usable``: raises for sizes that the job's models cannot have.
+    ``usable``: raises for sizes that the job's models do not support.
     """
     try:
         yield
@@ -62,7 +62,8 @@ def with_advice(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Con
 def advice(
     config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None], env: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Lines of advice: settings with which a job uses every GPU of its nodes, and the nodes that it takes as it is."""
+    """Return lines of advice: settings that use every GPU of the nodes, and the number of nodes for the job as it
+    is."""
     lines, spanning, gpus = [], config, min(node.gpus for node in nodes)
     if on_gpus := config.parallel.backend == "nccl":
         if (fitting := fitting_sizes(config, nodes, usable)) is not None:
@@ -77,8 +78,8 @@ def advice(
 
 
 def number_of_nodes(config: Config, gpus: int) -> int | None:
-    """Return the smallest number of nodes of ``gpus`` GPUs that have room for a job, no more than a quarter idle; None
-    if there is none. Of a job on CPUs it is the smallest number over which ranks and engines spread."""
+    """Return the smallest number of nodes with ``gpus`` GPUs each that fits a job with at most a quarter idle; None if
+    there is none. On CPUs: the smallest number over which ranks and engines spread evenly."""
     needs = gpus_needed(config, algorithms.job_of(config))
     least = max(1, -(-needs // max(1, gpus))) if config.parallel.backend == "nccl" else config.rollout.nodes
     for count in range(least, min(2 * least, MOST_NODES) + 1):
@@ -88,10 +89,8 @@ def number_of_nodes(config: Config, gpus: int) -> int | None:
 
 
 def fitting_sizes(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None]) -> Config | None:
-    """Return the job with sizes that take every GPU of some nodes: other ``dp`` and ``rollout.replicas``, smaller
-    ``tp`` only where no such job keeps it. Of several the one whose trainer has the share of GPUs that is nearest to
-    the given one's. None if there is none.
-    """
+    """Return the job with other ``dp`` and ``rollout.replicas`` that uses every GPU of some nodes; None if there is
+    none. ``tp`` shrinks only if necessary. The trainer's share of GPUs stays as near as possible to the given one."""
     gpus = min(node.gpus for node in nodes)
     for tp in _smaller(config.parallel.tp, gpus):
         for engine_tp in _smaller(config.rollout.tp, gpus):
@@ -103,12 +102,12 @@ def fitting_sizes(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[C
 
 
 def overrides(old: Config, new: Config) -> list[str]:
-    """Return the overrides that make ``new`` of ``old``, which differ in numbers and switches alone."""
+    """Return the overrides that change ``old`` into ``new``, which differ only in numbers and switches."""
     return [f"{c.setting}={str(c.new).lower()}" for c in changes(to_dict(old), to_dict(new))]
 
 
 def _smaller(size: int, gpus: int) -> list[int]:
-    """``size`` and its halves; without those that are larger than a node and do not fill nodes."""
+    """Return ``size`` and its halves, without sizes that exceed a node but do not fill nodes."""
     sizes = [size]
     while sizes[-1] % 2 == 0:
         sizes.append(sizes[-1] // 2)
@@ -122,7 +121,7 @@ def _with_tp(config: Config, tp: int, engine_tp: int, gpus: int) -> Config:
 
 
 def _filling(config: Config, nodes: Sequence[NodeInfo]) -> Iterator[Config]:
-    """The job with each pair of ``dp`` and ``rollout.replicas`` that together take as many GPUs as there are."""
+    """Yield the job with each pair of ``dp`` and ``rollout.replicas`` that uses exactly the existing GPUs."""
     job, total = algorithms.job_of(config), sum(node.gpus for node in nodes)
     unit, workers = config.parallel.world_size // config.parallel.dp, workers_of(config)
     engines = job.has(ProcessKind.ENGINE)
@@ -132,7 +131,7 @@ def _filling(config: Config, nodes: Sequence[NodeInfo]) -> Iterator[Config]:
         return
     for dp in range(1, total // unit + 1):
         left = total - kept_from_engines(config, unit * dp)
-        shared = left == total  # engines have all GPUs, and ranks have them too
+        shared = left == total  # engines and ranks both use all GPUs
         whole = unit * dp == total if shared or not engines else left > 0
         if not whole or (engines and left % workers):
             continue
@@ -142,7 +141,7 @@ def _filling(config: Config, nodes: Sequence[NodeInfo]) -> Iterator[Config]:
 
 
 def _ratio(config: Config) -> float:
-    """Logarithm of trainer ranks for each engine worker."""
+    """Return the logarithm of trainer ranks per engine worker."""
     return log(config.parallel.world_size / (config.rollout.replicas * workers_of(config)))
 
 

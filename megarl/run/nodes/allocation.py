@@ -1,7 +1,7 @@
-"""Machines that a launcher gave to this job, read from the environment: Slurm, torchrun, or none of them.
+"""Machines that a launcher gave to this job, read from the environment: Slurm, torchrun, or no launcher.
 
-Every machine runs one supervisor. That of node 0, the head, decides; the others (``run/nodes/node_agent.py``) run
-what it sends them.
+Every machine runs one supervisor. Node 0's supervisor, the head, decides; the others (``run/nodes/node_agent.py``)
+start the processes that it sends them.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ Role = Literal["all", "trainer", "rollout"]
 """Processes that may run on a node; ``all`` unless the job has parts (a heterogeneous Slurm job)."""
 
 INTERACTIVE = str(0xFFFFFFFA)
-"""Id of the step in which salloc runs a shell (Slurm's LaunchParameters=use_interactive_step)."""
+"""Step id of the shell that salloc runs (Slurm's LaunchParameters=use_interactive_step)."""
 LOWEST_PORT, PORTS = 20000, 12000
-"""Ports of the head, where MEGARL_HEAD_PORT is not set: below the ports of outgoing connections."""
+"""Ports of the head if MEGARL_HEAD_PORT is not set: below the ports of outgoing connections."""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """The job's nodes as one of its supervisors sees them."""
+    """The job's nodes, from the view of one supervisor."""
 
     rank: int = 0
     """Rank of this node; 0 is the head."""
     nodes: int = 1
     head: str = "127.0.0.1"
-    """Address of node 0, where its supervisor listens for the others."""
+    """Address of node 0, where its supervisor accepts the others."""
     port: int = 0
     name: str = ""
     """Name that the launcher gives this node."""
@@ -47,11 +47,11 @@ class Allocation:
 
 
 def find(env: Mapping[str, str] = os.environ) -> Allocation:
-    """The allocation that this process is a part of. MEGARL_HEAD, MEGARL_HEAD_PORT, MEGARL_NODES, MEGARL_NODE_RANK and
-    MEGARL_ROLE have the last word.
+    """Return the allocation of this process. MEGARL_HEAD, MEGARL_HEAD_PORT, MEGARL_NODES, MEGARL_NODE_RANK and
+    MEGARL_ROLE override the launcher's variables.
 
     Raises:
-        ConfigError: the launcher started too few or too many supervisors, or they have no key in common.
+        ConfigError: the launcher started too few or too many supervisors, or they share no key.
     """
     if "SLURM_JOB_ID" in env:
         found = _slurm(env)
@@ -69,7 +69,7 @@ def find(env: Mapping[str, str] = os.environ) -> Allocation:
 
 def _slurm(env: Mapping[str, str]) -> Allocation:
     if "SLURM_STEP_NODELIST" not in env or env.get("SLURM_STEP_ID", env.get("SLURM_STEPID")) == INTERACTIVE:
-        # a batch script, or a shell inside an allocation, which salloc may start as a step of its own
+        # a batch script, or a shell in an allocation, which salloc may start as a separate step
         allocated = _number(env, "SLURM_JOB_NUM_NODES") if "SLURM_JOB_NUM_NODES" in env else 1
         if allocated > 1:
             raise ConfigError(
@@ -86,7 +86,7 @@ def _slurm(env: Mapping[str, str]) -> Allocation:
     return Allocation(
         rank=_number(env, "MEGARL_NODE_RANK" if env.get("MEGARL_NODE_RANK") else "SLURM_PROCID"),
         nodes=nodes,
-        # Where srun was called from is the job's first node in a batch script; slurm/common.sh sets the former.
+        # In a batch script srun is called on the job's first node; slurm/common.sh sets MEGARL_HEAD.
         head=env.get("MEGARL_HEAD") or env.get("SLURM_LAUNCH_NODE_IPADDR", "127.0.0.1"),
         port=_port(env, LOWEST_PORT + _number(env, "SLURM_JOB_ID") % PORTS),
         name=env.get("SLURMD_NODENAME", ""),
@@ -105,7 +105,7 @@ def _torchrun(env: Mapping[str, str]) -> Allocation:
         rank=_number(env, "RANK"),
         nodes=_number(env, "WORLD_SIZE"),
         head=env.get("MEGARL_HEAD") or env.get("MASTER_ADDR", "127.0.0.1"),
-        port=_port(env, _number(env, "MASTER_PORT") + 1),  # its own is torchrun's
+        port=_port(env, _number(env, "MASTER_PORT") + 1),  # MASTER_PORT itself is torchrun's
         name=os.uname().nodename,
         role=_role(env),
         launcher="torchrun",
@@ -113,7 +113,7 @@ def _torchrun(env: Mapping[str, str]) -> Allocation:
 
 
 def _number(env: Mapping[str, str], name: str) -> int:
-    """Number in a launcher's variable. Raises ConfigError where there is none."""
+    """Return the number in a launcher's variable. Raises ConfigError if it is not a number."""
     given = env.get(name, "")
     if not (given.isascii() and given.isdecimal()):
         raise ConfigError(

@@ -1,4 +1,5 @@
-"""JSON lines between two supervisors of a job, over one TCP connection; both have proven to know the job's key."""
+"""JSON lines between two supervisors of a job over one TCP connection; both have proven that they have the job's
+key."""
 
 from __future__ import annotations
 
@@ -13,23 +14,23 @@ from megarl.core.errors import JobError
 
 MAX_LINE_BYTES = 2**24
 GREETING_BYTES = 2**12
-"""Limit of a line of the greeting: an unauthenticated peer can make this process keep no more."""
+"""Maximum bytes of a line of the greeting: an unauthenticated peer cannot make this process buffer more."""
 GREETING_S = 10.0
 
 
 class ChannelClosed(JobError):
-    """The other side is gone, or silent for too long."""
+    """The peer has closed the connection, or was silent for too long."""
 
 
 class Channel:
-    """Messages both ways; any thread may send, one receives.
+    """Messages in both directions; any thread may send, only one receives.
 
     Args:
-        silence_s: How long ``receive`` waits; both sides send something more often than that.
+        silence_s: Timeout of ``receive`` in seconds; both sides send messages more often.
     """
 
     def __init__(self, connection: socket.socket, silence_s: float) -> None:
-        self._socket = connection
+        self.socket = connection
         self._lines = connection.makefile("rb")
         self._sending = threading.Lock()
         if connection.family != socket.AF_UNIX:
@@ -39,19 +40,19 @@ class Channel:
 
     @property
     def own_address(self) -> str:
-        """Address of this machine, as the other side sees it."""
-        return str(self._socket.getsockname()[0])
+        """Return the address of this machine, as the peer sees it."""
+        return str(self.socket.getsockname()[0])
 
     def send(self, **message: Any) -> None:
-        """Raises ChannelClosed."""
+        """Send a message. Raises ChannelClosed."""
         try:
             with self._sending:
-                self._socket.sendall(json.dumps(message).encode() + b"\n")
+                self.socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
             raise ChannelClosed(f"connection lost: {error}") from error
 
     def receive(self, limit: int = MAX_LINE_BYTES) -> dict[str, Any]:
-        """The next message, of at most ``limit`` bytes. Raises ChannelClosed."""
+        """Return the next message, of at most ``limit`` bytes. Raises ChannelClosed."""
         try:
             line = self._lines.readline(limit)
             if not line.endswith(b"\n"):
@@ -72,17 +73,17 @@ class Channel:
     def close(self) -> None:
         """Close the connection."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that receives
+            self.socket.shutdown(socket.SHUT_RDWR)  # wakes a receiving thread
         with contextlib.suppress(OSError):
             self._lines.close()
-        self._socket.close()
+        self.socket.close()
 
 
 def greet(connection: socket.socket, key: str, *, serving: bool, silence_s: float) -> Channel:
-    """Both sides answer the other's random challenge with an HMAC of it, so the key itself is never sent.
+    """Authenticate both sides: each returns an HMAC of the other's random challenge, so the key is never sent.
 
     Raises:
-        ChannelClosed: the other side does not know the key, or sends nothing in time.
+        ChannelClosed: the peer has another key, or sends nothing in time.
     """
     channel = Channel(connection, GREETING_S)
     try:

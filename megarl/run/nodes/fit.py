@@ -1,6 +1,5 @@
-"""Reduction of a job to the nodes that are left. Spares take the places of lost nodes; where there is none, the job
-goes on with fewer data-parallel ranks and engines, on what the nodes had room for from the start. A pure function.
-"""
+"""Reduction of a job to the remaining nodes, a pure function. Spares replace lost nodes. Without spares the job goes on
+with fewer data-parallel ranks and engines, within the original number per node."""
 
 from __future__ import annotations
 
@@ -32,14 +31,14 @@ from megarl.run.run_dir.changes import Change
 
 
 class Fit(NamedTuple):
-    """A job that its nodes have room for."""
+    """A job that fits its nodes."""
 
     config: Config
     """Settings as given, or with a smaller ``dp`` in every grid and fewer ``rollout.replicas``."""
     nodes: tuple[NodeInfo, ...]
-    """Nodes that get something to do; spares stand by."""
+    """Nodes with processes; spares are not among them."""
     trainers: int | None
-    """Number of nodes that have trainer ranks: the first ones that may; None is as many as can."""
+    """Number of nodes with trainer ranks, the first that may have them; None: as many as possible."""
 
     @property
     def plan(self) -> Plan:
@@ -49,17 +48,17 @@ class Fit(NamedTuple):
 def fit(
     config: Config, allocated: Sequence[NodeInfo], left: Sequence[NodeInfo], usable: Callable[[Config], None]
 ) -> Fit:
-    """The whole job where enough nodes are left, else the largest part of it that ``cluster.shrink`` allows. No node
-    gets more ranks or engines than the whole job would put on one; model-parallel sizes stay.
+    """Return the whole job if enough nodes are left, else its largest part that ``cluster.shrink`` allows. No node gets
+    more ranks or engines than in the whole job; model-parallel sizes stay.
 
     Args:
-        allocated: All nodes that the launcher gave, by rank.
-        left: Those of them that are there and well; the first is the head.
-        usable: Raises as the checks before a launch do where settings can train no model.
+        allocated: All nodes of the launcher, by rank.
+        left: Reachable nodes without faults; the first is the head.
+        usable: Raises the errors of the checks before a launch for settings that cannot train.
 
     Raises:
         ConfigError: the whole job does not fit all nodes.
-        JobError: no part of it fits those that are left.
+        JobError: no part of the job fits the remaining nodes.
     """
     whole = len(trainer_nodes(allocated)) - config.cluster.spare_nodes
     if whole < 1 and config.cluster.spare_nodes:
@@ -108,11 +107,10 @@ def planned(
     usable: Callable[[Config], None] = lambda smaller: None,
     verbose: bool = False,
 ) -> str:
-    """Describe a job: what would run where, a line for each node or, without ``verbose``, for each kind of node; its
-    mode, and when it ends.
+    """Describe a job: its placement (a line per node or, without ``verbose``, per kind of node), its mode, and its end.
 
     Raises:
-        ConfigError: the whole job does not fit the nodes. ``usable``: as ``fit``, for the plan that the error names.
+        ConfigError: the whole job does not fit the nodes. ``usable``: as in ``fit``, for the plan in the error.
     """
     plan = fit(config, nodes, nodes, usable).plan
     where = table(plan, nodes) if verbose else short_table(plan, nodes)
@@ -120,7 +118,7 @@ def planned(
 
 
 def reductions(old: Config, new: Config) -> list[Change]:
-    """The sizes that ``fit`` made smaller."""
+    """Return the sizes that ``fit`` reduced."""
     sizes = [_sizes(config) for config in (old, new)]
     return [Change(name, size, sizes[1][name]) for name, size in sizes[0].items() if sizes[1][name] != size]
 
@@ -132,20 +130,20 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def _working(nodes: Sequence[NodeInfo], trainers: int) -> tuple[NodeInfo, ...]:
-    """Without spares: the first ``trainers`` of those that may train, and all that may not."""
+    """Return the nodes without spares: the first ``trainers`` nodes that may train, and all that may not."""
     chosen = trainer_nodes(nodes)[:trainers]
     return tuple(node for node in nodes if node.role == "rollout" or node.rank in chosen)
 
 
 def _engines(config: Config, whole: Sequence[NodeInfo], nodes: Sequence[NodeInfo]) -> int:
-    """Number of engines that ``nodes`` have room for: no group of ``rollout.nodes`` gets more than one has of the whole
+    """Return the number of engines that fit ``nodes``: no group of ``rollout.nodes`` gets more than in the whole
     job."""
     had, has = (len(engine_nodes(some)) // config.rollout.nodes for some in (whole, nodes))
     return min(config.rollout.replicas, has * -(-config.rollout.replicas // had))
 
 
 def _smaller(config: Config, engines: int) -> Iterator[Config]:
-    """The job with each number of data-parallel ranks that all roles' grids can have, the largest first."""
+    """Yield the job with each number of data-parallel ranks that all roles' grids support, the largest first."""
     rollout = replace(config.rollout, replicas=engines)
     for dp in range(config.parallel.dp, 0, -1):
         if (found := with_dp(config, dp)) is not None:
@@ -153,8 +151,8 @@ def _smaller(config: Config, engines: int) -> Iterator[Config]:
 
 
 def _fewest(config: Config, nodes: tuple[NodeInfo, ...], each: int) -> Fit | None:
-    """The job with its ranks on the smallest number of nodes that share them evenly, none with more than ``each``, and
-    as many of its engines as there is room for; None if there is no such number."""
+    """Return the job with its ranks on the fewest nodes that share them evenly, at most ``each`` per node, and as many
+    engines as fit; None if there is no such number."""
     ranks = config.parallel.world_size
     gpus = min(node.gpus for node in nodes) if config.parallel.backend == "nccl" else None
     for count in range(1, len(trainer_nodes(nodes)) + 1):

@@ -1,6 +1,6 @@
 """State of a node's GPUs and fabric (nvidia-smi, /sys/class/infiniband), and the faults in it.
 
-What concerns several GPUs and a fabric is written from documentation and never ran on a machine that has them.
+The code for several GPUs and a fabric follows the documentation; it has never run on such a machine.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ QUERY = (
     "name", "compute_cap", "memory.total", "clocks.max.sm", "clocks.sm", "pstate", "clocks_throttle_reasons.active",
     "ecc.errors.uncorrected.volatile.total", "remapped_rows.pending",
 )  # fmt: skip
-"""Fields of ``nvidia-smi --help-query-gpu``; those that a driver does not know are left out."""
+"""Fields of ``nvidia-smi --help-query-gpu``; fields that a driver does not support are left out."""
 SAME = {"name": "", "memory.total": " MiB", "clocks.max.sm": " MHz"}
-"""Properties that GPUs of a job share -> their units."""
+"""Properties that all GPUs of a job must share -> their units."""
 HARDWARE_SLOWDOWN = {0x8: "HW slowdown", 0x40: "HW thermal slowdown", 0x80: "HW power brake"}
-"""Bits of nvml.h's nvmlClocksThrottleReason… that halve the clocks or worse. Idle, power caps and set clocks are
-everyday matters."""
+"""Bits of nvml.h's nvmlClocksThrottleReason… that at least halve the clocks. Idle, power caps and set clocks are
+normal."""
 UNKNOWN_FIELD = re.compile(r'Field "([\w.]+)" is not a valid field')
 ANSWER_S = 60.0
-"""nvidia-smi takes seconds on a node whose driver is not kept loaded, and forever where a GPU hangs."""
+"""Timeout in seconds: nvidia-smi is slow if the driver is not kept loaded, and hangs with a hung GPU."""
 INFINIBAND = Path("/sys/class/infiniband")
 DRIVER = Path("/proc/driver/nvidia/gpus")
 DEVICE_FILES = Path("/dev")
@@ -36,16 +36,16 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def visible(env: Mapping[str, str] = os.environ, driver: Path = DRIVER, device_files: Path = DEVICE_FILES) -> list[str]:
-    """This node's GPUs that the job may use, by the names that CUDA_VISIBLE_DEVICES has for them: what a launcher put
-    there, else all. Containers and virtual machines may hide the driver's folder; device files are there always."""
+    """Return this node's GPUs that the job may use, by their names in CUDA_VISIBLE_DEVICES; all GPUs if that is not
+    set. Containers and virtual machines may hide the driver's folder; device files always exist."""
     if VISIBLE in env:
         words = [word.strip() for word in env[VISIBLE].split(",")]
-        return words[: next((i for i, word in enumerate(words) if word in ("", "-1")), len(words))]  # as CUDA reads it
+        return words[: next((i for i, word in enumerate(words) if word in ("", "-1")), len(words))]  # like CUDA
     return [str(number) for number in range(len(list(driver.glob("*")) or list(device_files.glob("nvidia[0-9]*"))))]
 
 
 def gpus() -> list[dict[str, str]]:
-    """Each GPU's answers to ``QUERY``; [] where there is no nvidia-smi or it fails, which is logged."""
+    """Return the ``QUERY`` values of each GPU; [] without nvidia-smi, or if it fails, which is logged."""
     fields = list(QUERY)
     while fields:
         command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
@@ -67,7 +67,7 @@ def gpus() -> list[dict[str, str]]:
 
 
 def parse_gpus(text: str, fields: Sequence[str] = QUERY) -> list[dict[str, str]]:
-    """Lines of ``--format=csv,noheader,nounits``; what a GPU does not know ("[N/A]", "[Not Supported]") is left out."""
+    """Parse lines of ``--format=csv,noheader,nounits``; unknown values ("[N/A]", "[Not Supported]") are left out."""
     rows = [[word.strip() for word in line.split(",")] for line in text.splitlines() if line.strip()]
     return [
         {field: word for field, word in zip(fields, row, strict=True) if not word.startswith(("[", "N/A"))}
@@ -77,13 +77,13 @@ def parse_gpus(text: str, fields: Sequence[str] = QUERY) -> list[dict[str, str]]
 
 
 def newest_capability(devices: Sequence[Mapping[str, str]]) -> float | None:
-    """Return the highest compute capability of some GPUs; None where none is known."""
+    """Return the highest compute capability of some GPUs; None if none is known."""
     found = [gpu["compute_cap"] for gpu in devices if re.fullmatch(r"\d+\.\d", gpu.get("compute_cap", ""))]
     return max(map(float, found), default=None)
 
 
 def fabric(folder: Path = INFINIBAND) -> dict[str, str]:
-    """``mlx5_0/1`` -> ``ACTIVE, 400 Gb/sec (4X NDR)`` of each port whose state and rate can be read; {} without a
+    """Return ``mlx5_0/1`` -> ``ACTIVE, 400 Gb/sec (4X NDR)`` for each port with readable state and rate; {} without a
     fabric."""
     found = {}
     for port in sorted(folder.glob("*/ports/*")):
@@ -94,7 +94,7 @@ def fabric(folder: Path = INFINIBAND) -> dict[str, str]:
 
 
 def faults(devices: Sequence[Mapping[str, str]]) -> list[str]:
-    """Faults of a node's GPUs by themselves."""
+    """Return the faults of each GPU of a node, without comparing nodes."""
     found = []
     for number, gpu in enumerate(devices):
         errors = gpu.get("ecc.errors.uncorrected.volatile.total", "0")
@@ -109,7 +109,7 @@ def faults(devices: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def _slowdown(reasons: str) -> list[str]:
-    """``reasons``: a hexadecimal number, 0x0000000000000008."""
+    """Return the hardware slowdowns in ``reasons``, a hexadecimal number such as 0x0000000000000008."""
     with suppress(ValueError):
         bits = int(reasons, 16)
         return [name for bit, name in HARDWARE_SLOWDOWN.items() if bits & bit]
@@ -121,7 +121,7 @@ Devices = tuple[Sequence[Mapping[str, str]], Mapping[str, str]]
 
 
 def differences(head: str, first: Devices, other: Devices) -> list[str]:
-    """Differences of a node's GPUs and ports from the head's; different numbers of them are reported elsewhere."""
+    """Return the differences of a node's GPUs and ports from the head's; their numbers are compared elsewhere."""
     found = []
     for (number, mine), theirs in zip(enumerate(first[0]), other[0], strict=False):
         found += [

@@ -1,4 +1,4 @@
-"""Health of every node before a job starts, and agreement between nodes. No process is launched on a bad one."""
+"""Health of every node before a job starts, and agreement between nodes. No process starts on a faulty node."""
 
 from __future__ import annotations
 
@@ -34,22 +34,22 @@ PACKAGES = (
 
 @dataclass(frozen=True)
 class Facts:
-    """One node's account of itself."""
+    """Facts that one node reports about itself."""
 
     name: str
     address: str
     interface: str
-    """The network interface that has it."""
+    """Network interface with that address."""
     versions: dict[str, str]
-    """Python's and those of PACKAGES that are installed."""
+    """Versions of Python and of the installed PACKAGES."""
     gpus: int
     """GPUs that the job may use."""
     memory_bytes: int
-    """Available."""
+    """Available memory in bytes."""
     disk_bytes: int
-    """Free for temporary files."""
+    """Free bytes for temporary files."""
     clock: float
-    """Unix seconds, when this was sent."""
+    """Unix time when the facts were sent."""
     devices: list[dict[str, str]] = field(default_factory=list)
     """Properties of each GPU (``gpu_state.gpus``)."""
     fabric: dict[str, str] = field(default_factory=dict)
@@ -57,7 +57,7 @@ class Facts:
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has ``address``; "" when none has."""
+    """Return the name of the network interface with ``address``; "" if there is none."""
     for name, found in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in found):
             return name
@@ -87,10 +87,10 @@ def _versions() -> dict[str, str]:
 
 
 def faults(head: Facts, others: Sequence[tuple[Facts, float]], config: Config) -> dict[str, list[str]]:
-    """Faults of each node: name -> reasons; nodes that are well are left out.
+    """Return the faults of each node: name -> reasons; nodes without faults are left out.
 
     Args:
-        others: Facts, and the head's clock when they arrived.
+        others: (facts of a node, the head's clock when they arrived).
     """
     cluster = config.cluster
     found = {head.name: _of_one(head, config)}
@@ -129,7 +129,7 @@ def _differences(head: Facts, node: Facts) -> list[str]:
 
 
 def described(found: Mapping[str, Sequence[str]]) -> str:
-    """Describe faults of nodes in lines for a person."""
+    """Describe the faults of nodes in readable lines."""
     return "; ".join(f"node {name}: {', '.join(reasons)}" for name, reasons in found.items())
 
 
@@ -138,7 +138,7 @@ def write_token(run_dir: Path, token: str) -> None:
 
 
 def run_dir_fault(run_dir: Path, token: str) -> str | None:
-    """Reason why ``run_dir`` here is not that of the head, which wrote ``token``."""
+    """Return the reason why ``run_dir`` here is not the head's folder with the head's ``token``; None if it is."""
     try:
         seen = (run_dir / "shared").read_text()
     except OSError as error:

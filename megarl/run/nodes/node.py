@@ -1,4 +1,5 @@
-"""A node of a job as the head sees it, and this machine as one. ``remote.py`` has the nodes that are elsewhere."""
+"""Interface of a job's node for the head, and its implementation for this machine. ``remote.py`` has the other
+nodes."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ from megarl.run.process.stacks import Account, ProcessHeartbeat
 
 T = TypeVar("T")
 GONE_S = 20.0
-"""Seconds for which a killed process is waited for: it gives back all its memory first."""
+"""Seconds to wait for a killed process: it frees all its memory before it ends."""
 
 
 @dataclass(frozen=True)
@@ -41,40 +42,40 @@ class Spec:
     argv: tuple[str, ...]
     env: dict[str, str]
     log: str
-    """Path; shared folders have the same one on every node."""
+    """Path of the log; the same on every node, since the folder is shared."""
     echo: bool = False
-    """Show what it prints on the head's terminal; only for processes of the head's node."""
+    """Show its output on the head's terminal; only for processes of the head's node."""
     listens: str = ""
-    """HOST:PORT of a server, whose socket has SO_REUSEPORT: the node holds the port. It is up once somebody listens
-    there."""
+    """HOST:PORT of a server. Its socket has SO_REUSEPORT, since the node holds the port. It is up once a process
+    listens."""
     gpus: tuple[int, ...] = ()
-    """GPUs of the node that it may use, and no others."""
+    """GPUs of the node that the process may use."""
 
 
 class Process(Protocol):
-    """A started process, wherever it runs."""
+    """A started process on any node."""
 
     name: str
     log: Path
 
     def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs."""
+        """Return the exit status, negative for a signal; None while the process runs."""
 
     def tail(self) -> str:
-        """Its last lines."""
+        """Return the last lines of the log."""
 
     def signal(self, number: int) -> None: ...
 
     def last_output_at(self) -> float:
-        """Time of its last output; shows which of several died first."""
+        """Return the time of the last output; it shows which of several processes died first."""
 
     def heartbeat(self) -> ProcessHeartbeat:
-        """Heartbeat of now; for a process elsewhere, that of its node's last report."""
+        """Return the current heartbeat; for a process on another node, the last one reported."""
 
 
 @dataclass(eq=False)
 class NotStarted:
-    """Process that is to be started later."""
+    """Process that will be started later."""
 
     name: str
     log: Path
@@ -95,48 +96,49 @@ class NotStarted:
 
 
 class Node(Protocol):
-    """Place where processes are started."""
+    """Machine on which processes are started."""
 
     rank: int
     name: str
     address: str
     interface: str
-    """Network interface that has ``address``; "" where it was not asked for."""
+    """Network interface with ``address``; "" if it was not looked up."""
     role: Role
 
     @property
     def gpus(self) -> int:
-        """Number of GPUs that it has for the job."""
+        """Return the number of GPUs for the job."""
 
     def start(self, spec: Spec) -> Process:
-        """Raises JobError. An engine gets a temporary folder of its own, which ends with it."""
+        """Start a process. Raises JobError. An engine gets a temporary folder, which is removed after its end."""
 
     def free_ports(self, count: int) -> list[int]: ...
 
     def stop(self, names: Sequence[str], grace_s: float) -> None:
-        """SIGTERM to processes by name, SIGKILL to what is left after ``grace_s``; returns when they are gone."""
+        """Send SIGTERM to processes by name, SIGKILL to the rest after ``grace_s``; return when all have ended."""
 
     def note(self, name: str) -> None:
-        """Remember a process' shared memory: when it dies nobody knows any more which was its."""
+        """Record a process's shared memory: after its death the owner of a segment is unknown."""
 
     def fault(self) -> str | None:
-        """Reason why nothing more can be started here; None while it can."""
+        """Return the reason why no process can be started on this node any more; None if it can."""
 
     def accounts(self, names: Sequence[str]) -> dict[str, Account]:
-        """State of the processes now, by name, with their stacks; takes seconds. Those of a lost node are left out."""
+        """Return the current state of processes, with their stacks, by name. Takes seconds. A lost node's are left
+        out."""
 
 
 class Started(NamedTuple):
-    """A process of an attempt, and where it runs."""
+    """A process of an attempt and its node."""
 
     process: Process
     node: Node
     spec: Spec | None = None
-    """Command and environment for another start; without one there is none."""
+    """Command and environment for a restart; None if the process cannot be restarted."""
 
 
 def on_every_node(started: Sequence[Started], action: Callable[[Node, list[str]], T]) -> list[T]:
-    """``action`` with the names of a node's processes, on all nodes at once."""
+    """Call ``action`` with the names of each node's processes, on all nodes in parallel."""
     by_node: dict[int, tuple[Node, list[str]]] = {}
     for process, node, _ in started:
         by_node.setdefault(node.rank, (node, []))[1].append(process.name)
@@ -146,7 +148,7 @@ def on_every_node(started: Sequence[Started], action: Callable[[Node, list[str]]
 
 @dataclass
 class LocalNode:
-    """This machine. What it starts ends with this process, by ``reaper`` if need be, and holds the run directory by
+    """This machine. Its processes end with this process, if need be by ``reaper``, and hold the run directory by
     ``keep``."""
 
     reaper: Reaper
@@ -157,15 +159,15 @@ class LocalNode:
     interface: str = ""
     role: Role = "all"
     run_dir: Path | None = None
-    """Run directory with which temporary folders are marked."""
+    """Run directory, recorded in temporary folders."""
     first_port: int | None = None
-    """Ports from here on, where the setting gives one."""
+    """First port, if the settings fix one."""
     visible: Sequence[str] = field(default_factory=gpu_state.visible)
     """Names of the GPUs that the job may use."""
     servers: ForkServers | None = None
-    """Processes to fork engines and trainer ranks from."""
+    """Processes that engines and trainer ranks are forked from."""
     given: int = 0
-    """Ports that the attempt has got."""
+    """Number of ports that the attempt has received."""
     children: dict[str, Child] = field(default_factory=dict)
     held: dict[str, socket.socket] = field(default_factory=dict)
     """Ports of an attempt's servers, by HOST:PORT."""
@@ -175,7 +177,7 @@ class LocalNode:
         return len(self.visible)
 
     def start(self, spec: Spec) -> Child:
-        """Raises JobError."""
+        """Start a process. Raises JobError."""
         is_engine = kind_of(spec.name) is ProcessKind.ENGINE
         own = {**spec.env, gpu_state.VISIBLE: ",".join(self.visible[number] for number in spec.gpus)}
         try:
@@ -206,14 +208,14 @@ class LocalNode:
         return child
 
     def free_ports(self, count: int) -> list[int]:
-        """Ports of the next attempt; those of the one before are given up."""
+        """Choose the ports of the next attempt; the previous attempt's are released."""
         while self.held:
             self.held.popitem()[1].close()
         self.given = count
         return ports.choose(self.address, count, self.first_port)
 
     def another_port(self) -> int:
-        """One more port for a server of the attempt. Raises ConfigError."""
+        """Return one more port for a server of the attempt. Raises ConfigError."""
         first = None if self.first_port is None else self.first_port + self.given
         [port] = ports.choose(self.address, 1, first)
         self.given += 1
@@ -241,21 +243,21 @@ class LocalNode:
 
 
 def stop(children: Sequence[Child], grace_s: float) -> None:
-    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, their shared memory
-    and folders too."""
+    """Send SIGTERM to all, then SIGKILL to the rest after ``grace_s``. Return when all have ended and their shared
+    memory and folders are removed."""
     segments = {path for child in children for path in child.segments | shared_memory(child.pid)}
     for child in children:
         child.signal(signal.SIGTERM)
     deadline = time.monotonic() + grace_s
     for child in children:
         child.wait(max(0.0, deadline - time.monotonic()))
-    segments.update(path for child in children for path in shared_memory(child.pid))  # made since by what did not end
+    segments.update(path for child in children for path in shared_memory(child.pid))  # those made since then
     for child in children:
-        child.signal(signal.SIGKILL)  # whole groups: also what a dead process left behind
+        child.signal(signal.SIGKILL)  # whole groups, with children of dead processes
         child.wait(5)
     deadline = time.monotonic() + GONE_S
     while any(group_members(child.pid) for child in children) and time.monotonic() < deadline:
-        time.sleep(0.02)  # a socket that they listen on is free when the last of them is gone
+        time.sleep(0.02)  # a listening socket is free after its last process ends
     for path in segments:
         path.unlink(missing_ok=True)
     for child in children:

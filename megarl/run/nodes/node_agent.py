@@ -1,5 +1,5 @@
-"""The supervisor of a node that is not the head: connects to it, starts what it is sent, and ends everything when it
-is gone."""
+"""Supervisor of a node other than the head: connects to the head, starts the processes that it sends, and ends
+everything when the head is gone."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ log = logging.getLogger(__name__)
 CONNECT_EVERY_S = 0.5
 WATCH_S = 0.1
 LOST_GRACE_S = 5.0
-"""Seconds that processes get to end when the head is gone: their job cannot go on without it."""
+"""Seconds for processes to end after the head is lost: the job cannot go on without it."""
 
 
 def serve(allocation: Allocation, config: Config, key: str) -> int:
-    """Run until the head reports the end of the job; return 0 then, however it ended: the head reports that.
+    """Run until the head reports the end of the job. Return 0 then, even after a failure: the head reports it.
 
     Raises:
-        JobError: the head cannot be reached, knows another key, or is lost.
+        JobError: the head cannot be reached, has another key, or is lost.
     """
     run_dir = Path(config.run.dir)
     for folder in remove_stale_folders(run_dir):
@@ -120,10 +120,10 @@ class _Agent:
                         child.signal(int(message["number"]))
                 case "note":
                     self._node.note(message["name"])
-                case "stop" | "accounts":  # takes seconds, in which the head may send more
+                case "stop" | "accounts":  # takes seconds, during which the head may send more
                     threading.Thread(target=self._answer, args=(message,), daemon=True).start()
                 case "start" | "ports" | "run_dir":
-                    self._answer(message)  # here: what a thread starts would end with that thread (PR_SET_PDEATHSIG)
+                    self._answer(message)  # a process ends with the thread that started it (PR_SET_PDEATHSIG)
 
     def _answer(self, message: dict[str, Any]) -> None:
         try:
@@ -156,13 +156,14 @@ class _Agent:
         return {}
 
     def _with_password(self, env: dict[str, str]) -> dict[str, str]:
-        """The head sends a store's URL without it. Raises ConfigError."""
+        """Return the variables with the password in the store's URL, which the head does not send. Raises
+        ConfigError."""
         if VARIABLE not in env:
             return env
         return {**env, VARIABLE: os.environ.get(VARIABLE) or with_own_password(env[VARIABLE], self._key)}
 
     def _send_end(self, child: Child) -> None:
-        with self._sending:  # who asked for a stop knows of all ends when it is answered: later ones are a successor's
+        with self._sending:  # after the reply to a stop the head has all ends: later ones are of restarts
             if child not in self._told and (status := child.poll()) is not None:
                 self._told.add(child)
                 self._send(event="ended", name=child.name, status=status, tail=child.tail(), at=child.last_output_at())
@@ -170,7 +171,7 @@ class _Agent:
     def _watch(self) -> None:
         try:
             self._send_heartbeats()
-        # an error is in the log: without this thread the head would wait for news until the node counts as silent
+        # after an error too: without this thread the head would wait until the node counts as silent
         finally:
             self._channel.close()
 

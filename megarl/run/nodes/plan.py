@@ -1,5 +1,5 @@
 """Plan of a job: its processes, each on a node with its devices. A pure function of settings and nodes, printed before
-anything starts."""
+any process starts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megarl.run.nodes.node import Node
 
 DEEPEP_NODE = 8
-"""Ranks of a group that DeepEP takes to be on one node: each maps the others' memory (its ``NUM_MAX_NVL_PEERS``)."""
+"""Maximum ranks of a DeepEP group within a node: each maps the others' memory (DeepEP's ``NUM_MAX_NVL_PEERS``)."""
 
 
 class NodeInfo(NamedTuple):
@@ -44,11 +44,11 @@ class Planned(NamedTuple):
     kind: ProcessKind
     number: int
     node: int
-    """Rank."""
+    """Rank of the node."""
     part: int = 0
-    """Number among the parts of an engine that spans nodes; part 0 serves."""
+    """Number of this part of an engine that spans nodes; part 0 is the server."""
     gpus: tuple[int, ...] = ()
-    """GPUs of its node that it sees; a trainer rank sees those of its neighbours too."""
+    """GPUs of its node that the process sees; a trainer rank also sees its neighbours' GPUs."""
 
     @property
     def name(self) -> str:
@@ -65,40 +65,40 @@ class Plan:
 
     job: Job
     processes: tuple[Planned, ...]
-    """In the order in which they start."""
+    """Processes in the order of their start."""
     takes_turns: bool = False
-    """Engines have devices of trainer ranks, and leave while these compute: a trainer orders when they start."""
+    """Engines share devices with trainer ranks and leave them while these compute: a trainer orders their starts."""
 
     def of(self, kind: ProcessKind) -> list[Planned]:
-        """Processes of one kind."""
+        """Return the processes of one kind."""
         return [process for process in self.processes if process.kind is kind]
 
     def parts(self, engine: Planned) -> int:
-        """Number of an engine's parts; more than 1 for one that spans nodes."""
+        """Return the number of an engine's parts; more than 1 if it spans nodes."""
         return sum(other.number == engine.number for other in self.of(engine.kind))
 
 
 def trainer_nodes(nodes: Sequence[NodeInfo]) -> list[int]:
-    """Ranks of the nodes that may have trainer ranks."""
+    """Return the ranks of the nodes that may have trainer ranks."""
     return [node.rank for node in nodes if node.role != "rollout"]
 
 
 def engine_nodes(nodes: Sequence[NodeInfo]) -> list[int]:
-    """Ranks of the nodes that may have engines."""
+    """Return the ranks of the nodes that may have engines."""
     return [node.rank for node in nodes if node.role != "trainer"]
 
 
 def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None = None) -> Plan:
-    """Deal a job's processes to nodes: trainer ranks in equal blocks, one node after the other, then engines.
+    """Place a job's processes on nodes: trainer ranks in equal blocks, one node after the other, then engines.
 
-    With ``parallel.backend=nccl`` each rank and each engine worker has a GPU of its own (colocated: one of each share
-    it), and a group of ``groups_of`` stays on a node. Ranks take as many nodes as these rules allow; engines take the
-    GPUs that are left, the emptiest nodes first.
+    With ``parallel.backend=nccl`` each rank and each engine worker has a separate GPU (colocated: one rank and one
+    worker share it), and a group of ``groups_of`` stays on a node. Ranks use as many nodes as these rules allow;
+    engines use the remaining GPUs, the emptiest nodes first.
 
-    ``trainers``: number of nodes that get trainer ranks, the first of those that may; None takes as many as can.
+    ``trainers``: number of nodes with trainer ranks, the first that may have them; None: as many as possible.
 
     Raises:
-        ConfigError: ranks or engines do not spread evenly, want more GPUs than there are, or a group spans nodes.
+        ConfigError: ranks or engines do not spread evenly or need more GPUs than exist, or a group spans nodes.
     """
     job = algorithms.job_of(config)
     if job.trains and (not trainer_nodes(nodes) or nodes[0].role == "rollout"):
@@ -121,16 +121,16 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
 
 
 class Group(NamedTuple):
-    """Neighbouring trainer ranks that must be on one node. A group that is larger than a node has whole nodes."""
+    """Neighbouring trainer ranks that must be on one node. A group larger than a node fills whole nodes."""
 
     size: int
     setting: str
-    """Setting or settings that make the group."""
+    """Settings that determine the group."""
 
 
 def groups_of(config: Config) -> list[Group]:
-    """Groups of the trainer's grids that stay on a node: tensor-parallel ranks and those that share experts on GPUs,
-    whose links within a node are several times as fast; DeepEP's always.
+    """Return groups of the trainer's grids that stay on a node. On GPUs: tensor-parallel and expert-parallel ranks,
+    since links within a node are several times as fast. DeepEP's groups always.
 
     Megatron's tensor-parallel groups, and its groups of ep x etp, are neighbours and begin at multiples of their size.
     """
@@ -145,9 +145,9 @@ def groups_of(config: Config) -> list[Group]:
 
 
 def split_group(config: Config, each: int, gpus: int | None) -> Group | None:
-    """Return a group that blocks of ``each`` ranks cut in two; None if there is none.
+    """Return a group that blocks of ``each`` ranks would split; None if there is none.
 
-    ``gpus``: of a node; None where nodes have no number of places.
+    ``gpus``: GPUs per node; None if nodes have no fixed number of places.
     """
     for group in groups_of(config):
         fills_nodes = gpus is not None and each == gpus < group.size and group.size % gpus == 0
@@ -157,11 +157,11 @@ def split_group(config: Config, each: int, gpus: int | None) -> Group | None:
 
 
 Dealt = tuple[list[Planned], list[Planned]]
-"""Trainer ranks, and parts of engines."""
+"""(trainer ranks, parts of engines)."""
 
 
 def _deal_on_cpus(config: Config, nodes: Sequence[NodeInfo], job: Job, trainers: int | None) -> Dealt:
-    """Ranks on every node, engines in turn. Raises ConfigError."""
+    """Place ranks on every node, and engines in turn. Raises ConfigError."""
     ranks = []
     if job.trains:
         chosen, world = trainer_nodes(nodes)[:trainers], config.parallel.world_size
@@ -171,7 +171,7 @@ def _deal_on_cpus(config: Config, nodes: Sequence[NodeInfo], job: Job, trainers:
                 "parallel.dp or the number of nodes"
             )
         if (group := split_group(config, world // len(chosen), None)) is not None:
-            raise ConfigError(  # no other group is kept on CPUs
+            raise ConfigError(  # CPUs keep only these groups on a node
                 f"model.moe_dispatcher=deepep: of the ranks that {group.setting} share experts each {group.size} "
                 f"neighbours must be on one node, but {world} ranks on {len(chosen)} trainer nodes are "
                 f"{world // len(chosen)} on each; have a multiple of {group.size} on a node (parallel.dp, number of "
@@ -182,7 +182,7 @@ def _deal_on_cpus(config: Config, nodes: Sequence[NodeInfo], job: Job, trainers:
 
 
 def _deal_on_gpus(config: Config, nodes: Sequence[NodeInfo], job: Job, trainers: int | None) -> Dealt:
-    """Each process with its GPUs. Raises ConfigError."""
+    """Place each process with its GPUs. Raises ConfigError."""
     world, may = config.parallel.world_size, trainer_nodes(nodes)
     gpus = min((node.gpus for node in nodes if node.rank in may), default=0)
     if job.has(ProcessKind.ENGINE):
@@ -206,7 +206,7 @@ def _blocks(world: int, nodes: Sequence[int]) -> list[Planned]:
 
 
 def _spans(config: Config, nodes: Sequence[int]) -> list[Sequence[int]]:
-    """Groups of nodes that an engine spans. Raises ConfigError."""
+    """Return the groups of nodes that an engine spans. Raises ConfigError."""
     span = config.rollout.nodes
     if span > len(nodes):
         raise ConfigError(
@@ -220,7 +220,7 @@ def _spans(config: Config, nodes: Sequence[int]) -> list[Sequence[int]]:
 
 
 def _parts(config: Config, spans: Sequence[Sequence[int]]) -> list[Planned]:
-    """Every part of every engine, dealt in turn."""
+    """Return every part of every engine, placed in turn."""
     return [
         Planned(ProcessKind.ENGINE, i, node, part)
         for i in range(config.rollout.replicas)
@@ -229,21 +229,21 @@ def _parts(config: Config, spans: Sequence[Sequence[int]]) -> list[Planned]:
 
 
 def _keeps_groups(config: Config, nodes: int, gpus: int) -> bool:
-    """True if an engine's tensor-parallel workers over so many nodes stay on one of ``gpus`` GPUs, or fill nodes."""
+    """Return True if an engine's tensor-parallel workers over ``nodes`` nodes stay within one node of ``gpus`` GPUs or
+    fill nodes."""
     each, left = divmod(workers_of(config), nodes)
     return left == 0 and (each % config.rollout.tp == 0 or each == gpus < config.rollout.tp)
 
 
 def span_of(config: Config, gpus: int) -> int | None:
-    """Return the number of nodes that an engine can span: ``rollout.nodes``, else the fewest; None if there is none."""
+    """Return the number of nodes of an engine: ``rollout.nodes``, else the fewest that work; None if there is none."""
     workers = workers_of(config)
     spans = (config.rollout.nodes, *range(1, workers + 1))
     return next((n for n in spans if workers <= n * gpus and _keeps_groups(config, n, gpus)), None)
 
 
 def _check_engine_groups(config: Config, nodes: Sequence[NodeInfo]) -> None:
-    """Raise ConfigError if the tensor-parallel workers of an engine span nodes and would fit one, or leave a part of a
-    node."""
+    """Raise ConfigError if an engine's tensor-parallel workers span nodes but would fit one, or fill a node in part."""
     rollout, gpus = config.rollout, min((node.gpus for node in nodes if node.role != "trainer"), default=0)
     if not gpus or _keeps_groups(config, rollout.nodes, gpus):
         return
@@ -256,7 +256,8 @@ def _check_engine_groups(config: Config, nodes: Sequence[NodeInfo]) -> None:
 
 
 def _engines_on_gpus(config: Config, nodes: Sequence[NodeInfo], taken: Mapping[int, int]) -> list[Planned] | None:
-    """Every part of every engine on the GPUs of ``nodes`` beyond the first ``taken`` of each; None if one has none."""
+    """Place every part of every engine on GPUs of ``nodes`` after the first ``taken`` of each; None if one has no
+    place."""
     each = workers_of(config) // config.rollout.nodes
     free = {node.rank: node.gpus - taken.get(node.rank, 0) for node in nodes if node.role != "trainer"}
     first = {node.rank: node.gpus - free[node.rank] for node in nodes if node.rank in free}
@@ -277,7 +278,7 @@ def _engines_on_gpus(config: Config, nodes: Sequence[NodeInfo], taken: Mapping[i
 
 
 def _no_room(config: Config, nodes: Sequence[NodeInfo], job: Job) -> str:
-    """Say what the nodes lack, for an error."""
+    """Return the resources that the nodes lack, for an error."""
     ranks = config.parallel.world_size if job.trains else 0
     engines = config.rollout.replicas if job.has(ProcessKind.ENGINE) else 0
     needs = gpus_needed(config, job)
@@ -297,25 +298,25 @@ def _no_room(config: Config, nodes: Sequence[NodeInfo], job: Job) -> str:
 
 
 def gpus_needed(config: Config, job: Job) -> int:
-    """Number of GPUs of a job's trainer ranks and engine workers, which colocated ones share."""
+    """Return the number of GPUs of trainer ranks and engine workers; colocated ones share GPUs."""
     ranks = config.parallel.world_size * job.trains
     workers = config.rollout.replicas * workers_of(config) * job.has(ProcessKind.ENGINE)
     return max(ranks, kept_from_engines(config, ranks) + workers)
 
 
 def kept_from_engines(config: Config, ranks: int) -> int:
-    """Number of GPUs that no engine may have because ``ranks`` trainer ranks have them: colocated ones share theirs."""
+    """Return the number of GPUs that ``ranks`` trainer ranks take from engines: 0 if colocated."""
     return 0 if config.rollout.is_colocated else ranks
 
 
 def workers_of(config: Config) -> int:
-    """Number of an engine's workers."""
+    """Return the number of an engine's workers."""
     return config.rollout.tp * config.rollout.pp
 
 
 def idle_gpus(plan: Plan, nodes: Sequence[NodeInfo]) -> dict[int, list[int]]:
-    """Rank of a node -> its GPUs that no process of a plan has; nodes without such are left out, as are all of a job on
-    CPUs."""
+    """Return the rank of a node -> its GPUs without a process; nodes without idle GPUs, and all nodes of a job on CPUs,
+    are left out."""
     if not any(process.gpus for process in plan.processes):
         return {}
     used = {node.rank: set[int]() for node in nodes}
@@ -333,7 +334,7 @@ _OTHERS = {
 
 
 def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
-    """One line for each node, with the GPUs that nothing uses in a job on GPUs."""
+    """Return one line per node; for jobs on GPUs with its idle GPUs."""
     lines, idle = [], idle_gpus(plan, nodes)
     for node in nodes:
         here = [process for process in plan.processes if process.node == node.rank]
@@ -349,8 +350,8 @@ def table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
 
 
 def short_table(plan: Plan, nodes: Sequence[NodeInfo]) -> str:
-    """One line for each run of nodes that have as many ranks, engines and idle GPUs as each other: the whole line of
-    the first of them."""
+    """Return one line per run of nodes with equal numbers of ranks, engines and idle GPUs: the line of the run's first
+    node."""
     idle = idle_gpus(plan, nodes)
     kinds = {node.rank: Counter[object](p.kind for p in plan.processes if p.node == node.rank) for node in nodes}
     lines, runs = table(plan, nodes).splitlines(), list[list[int]]()
@@ -371,7 +372,7 @@ def _ranks(ranks: Sequence[Planned]) -> str:
 
 
 def _engines(plan: Plan, parts: Sequence[Planned]) -> list[str]:
-    """Describe the engines of a node: those that are whole together, each part of a larger one by itself."""
+    """Describe the engines of a node: whole ones together, each part of a larger one by itself."""
     whole = [part for part in parts if plan.parts(part) == 1]
     found = []
     if len(whole) > 1:
@@ -394,6 +395,6 @@ def _gpus(process: Planned) -> str:
 
 
 def _numbers(gpus: Sequence[int]) -> str:
-    """Name GPUs with numbers in a row."""
+    """Return the numbers of GPUs as ranges."""
     first, last = gpus[0], gpus[-1]
     return f"GPU {first}" if first == last else f"GPUs {first}-{last}"

@@ -1,4 +1,4 @@
-"""Nodes that are elsewhere, as the head sees them: their supervisors connect, and are sent what to start."""
+"""Other nodes, from the head's view: their supervisors connect, and receive the processes to start."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from megarl.run.process.stacks import ANSWER_S, Account, ProcessHeartbeat
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.5
-"""Seconds between two looks at a request to stop, while nodes are awaited."""
+"""Seconds between two checks for a stop request while the head waits for nodes."""
 LATE_S = 20.0
-"""Seconds that a head that ends early waits for the other supervisors, to inform them."""
+"""Seconds that a head that ends early waits for the other supervisors, to notify them."""
 END_S = 10.0
-"""Seconds that the head waits for the other supervisors to be gone."""
+"""Seconds that the head waits for the other supervisors to end."""
 ACCOUNTS_S = 10.0
-"""Seconds that a node may take to report the state of its processes, beyond the time of the processes."""
+"""Seconds for a node to report the state of its processes, in addition to the processes' time."""
 ACCEPT_AGAIN_S = 1.0
-"""Pause after a connection that could not be accepted."""
+"""Seconds to pause after a failed accept."""
 STARTED_S = 60.0
-"""Seconds that a node may take to start a process, or to find free ports."""
+"""Seconds for a node to start a process or find free ports."""
 
 
 class RemoteProcess:
-    """A process on another node; that node reports on it."""
+    """A process on another node, whose supervisor reports its state."""
 
     def __init__(self, spec: Spec, node: RemoteNode) -> None:
         self.name = spec.name
@@ -64,7 +64,7 @@ class RemoteProcess:
         self._ending = {"status": int(message["status"]), "tail": str(message["tail"]), "at": float(message["at"])}
 
     def poll(self) -> int | None:
-        """Return the exit status, None while it runs."""
+        """Return the exit status; None while the process runs."""
         if self._ending is None and (fault := self._node.fault()) is not None:
             self._ending = {
                 "status": 1,
@@ -88,7 +88,8 @@ class RemoteNode:
     """One node whose supervisor is connected."""
 
     def __init__(self, channel: Channel, hello: dict[str, Any]) -> None:
-        self._channel = channel
+        self.channel = channel
+        """Connection to the node's supervisor."""
         self.rank = int(hello["rank"])
         self.role: Role = hello["role"]
         self.facts = health.from_message(hello["facts"])
@@ -96,10 +97,11 @@ class RemoteNode:
         self.name, self.address, self.interface = self.facts.name, self.facts.address, self.facts.interface
         self.gpus = self.facts.gpus
         self.stop_request = StopRequest()
-        """Told when the node's supervisor was asked to stop, by Slurm or a person."""
+        """Counts stop requests to the node's supervisor, from Slurm or a person."""
         self.lost_at = 0.0
         self._fault: str | None = None
-        self._processes: dict[str, RemoteProcess] = {}
+        self.processes: dict[str, RemoteProcess] = {}
+        """Name -> process of this node."""
         self._replies: dict[str, dict[str, Any]] = {}
         self._received = threading.Condition()
         threading.Thread(target=self._listen, daemon=True, name=f"node {self.rank}").start()
@@ -109,7 +111,7 @@ class RemoteNode:
         fault = "its connection is no longer read"
         try:
             while True:
-                self._receive(self._channel.receive())
+                self._receive(self.channel.receive())
         except ChannelClosed as closed:
             fault = str(closed)
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -119,20 +121,20 @@ class RemoteNode:
                 if self._fault is None:
                     self._fault, self.lost_at = fault, time.time()
                 self._received.notify_all()
-            self._channel.close()
+            self.channel.close()
 
     def _receive(self, message: dict[str, Any]) -> None:
         with self._received:
             match message.get("event"):
                 case "ended":
-                    if (process := self._processes.get(message["name"])) is not None:
+                    if (process := self.processes.get(message["name"])) is not None:
                         process.ended(message)
                 case "beat":
                     for name, heartbeat in message.get("heartbeats", {}).items():
-                        if (process := self._processes.get(name)) is not None:
+                        if (process := self.processes.get(name)) is not None:
                             process.showed(heartbeat)
                 case "stop":
-                    self.stop_request.count = max(1, self.stop_request.count)  # all nodes get the same stop
+                    self.stop_request.count = max(1, self.stop_request.count)  # all nodes receive the same stop
                 case "answer":
                     self._replies[message["to"]] = message
             self._received.notify_all()
@@ -140,12 +142,12 @@ class RemoteNode:
     def _beat(self) -> None:
         while self.fault() is None:
             self.send(do="beat")
-            time.sleep(self._channel.silence_s / 4)
+            time.sleep(self.channel.silence_s / 4)
 
     def send(self, **message: Any) -> None:
-        """Send it if the node is reachable; ``fault`` has the reason where it was not."""
+        """Send a message if the node is reachable; otherwise ``fault`` returns the reason."""
         with suppress(ChannelClosed):
-            self._channel.send(**message)
+            self.channel.send(**message)
 
     def _request(self, timeout_s: float, **message: Any) -> dict[str, Any]:
         number = secrets.token_hex(8)
@@ -161,13 +163,13 @@ class RemoteNode:
         return answer
 
     def start(self, spec: Spec) -> RemoteProcess:
-        """Raises JobError."""
+        """Start a process. Raises JobError."""
         process = RemoteProcess(spec, self)
         with self._received:
-            self._processes[spec.name] = process
+            self.processes[spec.name] = process
         env = {
             name: value for name, value in spec.env.items() if name != KEY_VARIABLE
-        }  # it has the key, and no wire should
+        }  # the node has the key; it must not be sent
         if VARIABLE in env:
             env[VARIABLE] = without_password(env[VARIABLE])
         self._request(STARTED_S, do="start", spec=asdict(replace(spec, env=env)))
@@ -181,10 +183,9 @@ class RemoteNode:
         return fault
 
     def is_there(self) -> bool:
-        """Return True if it answers; a node that is cut off is silent for ``cluster.heartbeat_s`` before it counts as
-        lost."""
+        """Return True if the node answers. A disconnected node counts as lost only after ``cluster.heartbeat_s``."""
         with suppress(JobError):
-            self._request(2 * self._channel.silence_s, do="ports", count=0)
+            self._request(2 * self.channel.silence_s, do="ports", count=0)
         return self.fault() is None
 
     def stop(self, names: Sequence[str], grace_s: float) -> None:
@@ -204,15 +205,15 @@ class RemoteNode:
         return self._fault
 
     def end(self) -> None:
-        """Its supervisor ends, with status 0: only the head's shows how the job ended, and srun takes the largest of
-        all."""
+        """Make the node's supervisor end with status 0: srun takes the largest status, and only the head's shows the
+        job's end."""
         self.send(do="end")
         with self._received:
             self._received.wait_for(lambda: self._fault is not None, END_S)
 
 
 class Gathering:
-    """The head's door: other nodes' supervisors come in from the moment it is open. Use as a context manager.
+    """Accepts connections of the other nodes' supervisors while the context manager is active.
 
     Raises:
         ConfigError: the head's address is not this machine's, or the port is taken.
@@ -222,14 +223,17 @@ class Gathering:
         self._allocation = allocation
         self._key = key
         self._silence_s = silence_s
-        self._nodes: dict[int, RemoteNode] = {}
-        self._expected = set(range(1, allocation.nodes))
+        self.nodes: dict[int, RemoteNode] = {}
+        """Rank -> connected node."""
+        self.expected = set(range(1, allocation.nodes))
+        """Ranks of the nodes that have not connected yet."""
         self._came = threading.Condition()
         self._closed = threading.Event()
-        self._door: socket.socket | None = None
+        self.door: socket.socket | None = None
+        """Listening socket for the other supervisors."""
         if allocation.nodes > 1:
             try:
-                self._door = socket.create_server((allocation.head, allocation.port))
+                self.door = socket.create_server((allocation.head, allocation.port))
             except OSError as error:
                 raise ConfigError(
                     f"node 0 cannot listen on {allocation.head}:{allocation.port} ({error.strerror}); set MEGARL_HEAD "
@@ -237,29 +241,29 @@ class Gathering:
                 ) from error
 
     def __enter__(self) -> Self:
-        if self._door is not None:
+        if self.door is not None:
             threading.Thread(target=self._let_in, daemon=True, name="door").start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._came:  # who is still on the way would wait for a head that is gone
-            self._came.wait_for(lambda: self._expected <= self._nodes.keys(), LATE_S)
+        with self._came:  # supervisors still connecting would wait for a head that has ended
+            self._came.wait_for(lambda: self.expected <= self.nodes.keys(), LATE_S)
         self._closed.set()
-        if self._door is not None:
+        if self.door is not None:
             with suppress(OSError):
-                self._door.shutdown(socket.SHUT_RDWR)
-            self._door.close()
-        for node in self._nodes.values():
+                self.door.shutdown(socket.SHUT_RDWR)
+            self.door.close()
+        for node in self.nodes.values():
             node.end()
 
     def _let_in(self) -> None:
-        assert self._door is not None
+        assert self.door is not None
         while True:
             try:
-                connection, where = self._door.accept()
-            except OSError as error:  # for instance no descriptor is free, or the peer has gone
+                connection, where = self.door.accept()
+            except OSError as error:  # e.g. no free descriptor, or the peer has closed
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
                 log.warning("a connection to %s:%d failed: %s", self._allocation.head, self._allocation.port, error)
@@ -275,30 +279,30 @@ class Gathering:
             connection.close()
             return
         with self._came:
-            before = self._nodes.get(node.rank)
+            before = self.nodes.get(node.rank)
             if before is not None and before.fault() is None:
                 log.warning("a second node %d wanted to join the job, from %s", node.rank, where[0])
                 node.end()
                 return
-            self._nodes[node.rank] = node
+            self.nodes[node.rank] = node
             self._came.notify_all()
 
     def wait(self, timeout_s: float, stopping: Callable[[], bool] = lambda: False) -> list[RemoteNode]:
-        """All other nodes, by rank.
+        """Return all other nodes, by rank.
 
-        Raises JobError when some do not come, KeyboardInterrupt once ``stopping`` returns True.
+        Raises JobError if some do not connect in time, KeyboardInterrupt once ``stopping`` returns True.
         """
         deadline = time.monotonic() + timeout_s
         with self._came:
-            while not self._expected <= self._nodes.keys() and (left := deadline - time.monotonic()) > 0:
+            while not self.expected <= self.nodes.keys() and (left := deadline - time.monotonic()) > 0:
                 if stopping():
                     raise KeyboardInterrupt
                 self._came.wait(min(left, LOOK_S))
-            missing = sorted(self._expected - self._nodes.keys())
+            missing = sorted(self.expected - self.nodes.keys())
             if missing:
                 raise JobError(
                     f"node{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self._allocation.nodes} did "
                     f"not come to {self._allocation.head}:{self._allocation.port} within "
                     f"cluster.connect_timeout_s={timeout_s:g}: look at their output"
                 )
-            return [self._nodes[rank] for rank in sorted(self._expected)]
+            return [self.nodes[rank] for rank in sorted(self.expected)]

@@ -1,1 +1,1 @@
-"""Tools of the supervisor for processes of its machine: fork servers, the reaper, ports, stacks."""
+"""The supervisor's tools for processes of its machine: fork servers, the reaper, ports, stacks."""

@@ -1,6 +1,6 @@
 """Fork servers: processes that have imported torch, and vLLM or Megatron, from which a job's processes are forked.
 
-The command imports what it needs itself and forks them, so that they import the rest while it checks the job
+The command imports what it needs itself and forks these servers. They import the rest while the command checks the job
 (``core/processes/fork.py``).
 """
 
@@ -47,17 +47,17 @@ PRELOAD: Mapping[ProcessKind, tuple[str, ...]] = {
         "vllm.v1.worker.cpu_worker",
     ),
 }
-"""Modules that a process of a kind needs, those that it would import late among them."""
+"""Modules to preload for each kind of process, late imports included."""
 
 
 class ForkServers:
     """Fork servers of a command on this machine, one for each kind of processes.
 
     Args:
-        threads: ``OMP_NUM_THREADS`` of the processes to come. OpenMP reads it with torch's import: each number has
-            imports of its own.
-        modules: What this process imports, before it forks them where they all have one number: what they need of it
-            they have then. Imports of these must read none of the variables that processes to come have of their own.
+        threads: ``OMP_NUM_THREADS`` of future processes. OpenMP reads it when torch is imported, so each number needs
+            separate imports.
+        modules: Imported by this process before forking, if all processes have one thread number; the servers then have
+            them already. Their imports must not read variables that differ between the processes.
     """
 
     def __init__(self, threads: Sequence[int], modules: Sequence[str] = ()) -> None:
@@ -70,8 +70,8 @@ class ForkServers:
         self._servers: dict[ProcessKind, ForkServer] = {}
 
     def preload(self, kind: ProcessKind, environment: Mapping[str, str]) -> None:
-        """Import what processes of a kind need, with variables that its imports may read. Repeating does nothing: the
-        jobs of a command are alike."""
+        """Import the modules of a kind of process, with the variables that the imports read. Repeated calls do nothing:
+        a command's jobs need the same modules."""
         root = self._roots.get(int(environment["OMP_NUM_THREADS"]))
         if kind in self._servers or root is None:
             return
@@ -79,11 +79,11 @@ class ForkServers:
             self._servers[kind] = server
 
     def of(self, kind: ProcessKind | None) -> ForkServer | None:
-        """Return the server for a kind, if there is one."""
+        """Return the server for a kind; None if there is none."""
         return None if kind is None else self._servers.get(kind)
 
     def close(self) -> None:
-        """End the servers; what they have forked goes on."""
+        """End the servers; their forked processes go on."""
         for root in self._roots.values():
             root.close()
         for server in self._servers.values():
@@ -110,5 +110,5 @@ def _import_with(threads: int, modules: Sequence[str]) -> None:
 
 
 def _may_load(threads: int) -> bool:
-    """Return False where OpenMP has read another number of threads already."""
+    """Return False if OpenMP has already read another number of threads."""
     return "torch" not in sys.modules or loaded_with == [str(threads)]

@@ -1,5 +1,4 @@
-"""Signals to a supervisor: those before a job's processes run, and requests to stop while they do. Imports nothing
-heavy."""
+"""Signals to a supervisor: interrupts before a job's processes run, stop requests while they run. No heavy imports."""
 
 from __future__ import annotations
 
@@ -11,9 +10,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupt:
-    """While active, SIGINT and SIGTERM raise KeyboardInterrupt and are remembered: an import that is interrupted may
-    raise ModuleNotFoundError instead, or go on. So a job that Slurm stops at its very start ends as one that it stops
-    later."""
+    """While active, SIGINT and SIGTERM raise KeyboardInterrupt and are recorded, because an interrupted import may
+    raise ModuleNotFoundError instead or go on. So a job that Slurm stops during its first imports ends like any
+    other."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -31,7 +30,7 @@ class Interrupt:
         raise KeyboardInterrupt
 
     def check(self) -> None:
-        """Raise KeyboardInterrupt when it was swallowed."""
+        """Raise KeyboardInterrupt if a signal arrived and its exception was swallowed."""
         if self.seen:
             raise KeyboardInterrupt
 
@@ -41,7 +40,7 @@ INTERRUPT = Interrupt()
 
 
 class StopRequest:
-    """Turns SIGINT and SIGTERM into a count: the first asks for a resumable end, the third ends at once."""
+    """Turns SIGINT and SIGTERM into a count: the first requests a resumable end, the third ends immediately."""
 
     def __init__(self) -> None:
         self.count = 0

@@ -1,8 +1,7 @@
-"""Liveness probe of an engine, by its node's supervisor: its core answers between two steps, and none of its processes
-is stopped.
+"""Liveness probe of an engine, by its node's supervisor: the core answers between two steps, no process is stopped.
 
-vLLM's ``/health`` is answered by the server alone, also when the core waits forever for a worker. The core's answer may
-take as long as a step of it does.
+vLLM's ``/health`` is answered by the HTTP server, even if the core waits forever for a worker. The core's answer may
+take as long as one of its steps.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
 ANSWER_S = 600.0
-"""Who asks waits, and is not counted meanwhile; the watchdog's timeout is less."""
+"""Timeout in seconds of one request. A pending request does not count as progress; the watchdog's timeout is less."""
 
 
 class Probe:
-    """Ask until ``alive`` returns False.
+    """Probes an engine every second until ``alive`` returns False.
 
     Args:
-        url: "" for the part of an engine that is no server: only its processes' states are looked at.
+        url: "" for an engine's part without a server: only the states of its processes are checked.
     """
 
     def __init__(self, url: str, key: str, group: int, alive: Callable[[], bool]) -> None:
         self.count = 0
-        """Number of probes that found all well."""
+        """Number of successful probes."""
         self._url = url
         self._engine = EngineControl(url, key) if url else None
         self._group = group
@@ -41,7 +40,7 @@ class Probe:
 
     @property
     def state(self) -> str:
-        """Linux' letter of its leader, T when any process of the group is stopped."""
+        """Linux process state of the group's leader; T if any process of the group is stopped."""
         return group_state(self._group)
 
     def _run(self) -> None:
@@ -51,7 +50,7 @@ class Probe:
                     self.count += 1
             except (
                 OSError
-            ) as error:  # for instance no descriptor is free: without this thread the engine would count as stalled
+            ) as error:  # e.g. no free descriptor: this thread must go on, or the engine would count as stalled
                 log.warning("the engine at %s cannot be looked at: %s", self._url or "another node's server", error)
             time.sleep(EVERY_S)
 

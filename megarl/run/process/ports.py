@@ -1,4 +1,4 @@
-"""Ports of a job: fixed ones are checked before launch, the others are chosen free."""
+"""Ports of a job: fixed ports are checked before launch, the others are chosen among free ones."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import socket
 from megarl.core.errors import ConfigError
 
 MIN_PORT, MAX_PORT = 1024, 65535
-"""Lower ones are the system's."""
+"""Ports below the minimum are reserved for the system."""
 LOWEST, LARGEST = 20000, 32000
-"""Linux takes the ports of outgoing connections from 32768 on."""
+"""Range of chosen ports. Linux takes the ports of outgoing connections from 32768 on."""
 
 
 def is_free(host: str, port: int) -> bool:
-    """Return True if a server could listen there now; port 0 asks whether it could on any port."""
+    """Return True if a server could listen on the port now; port 0: on any port."""
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -26,9 +26,8 @@ def is_free(host: str, port: int) -> bool:
 
 
 def can_be_held(host: str, port: int) -> bool:
-    """Return True if ``hold`` would succeed now. It fails where ``is_free`` does, and for a minute after a server that
-    closed a connection on this port: the kernel keeps the closed connection, and only SO_REUSEADDR would overlook it.
-    """
+    """Return True if ``hold`` would succeed now. It fails where ``is_free`` does, and for a minute after a server on
+    this port closed a connection: the kernel keeps that connection, and only SO_REUSEADDR would ignore it."""
     try:
         hold(host, port).close()
     except OSError:
@@ -37,15 +36,14 @@ def can_be_held(host: str, port: int) -> bool:
 
 
 def hold(host: str, port: int) -> socket.socket:
-    """A socket that is bound to a port and does not listen: until it is closed, no other user of the machine can listen
-    there.
+    """Return a socket that is bound to a port and does not listen. Until it is closed, no other user can listen there.
 
-    A port stands in a server's command line, which everyone can read, before the server listens, and it stays with the
-    job while a dead server is replaced. Whoever listened there would be sent the job's key. A server of this user can
-    listen all the same, if its socket has SO_REUSEPORT.
+    A server's command line shows its port to all users before it listens, and while a dead server is replaced. Another
+    user's process listening there would receive the job's key. This user's server can still listen, if its socket has
+    SO_REUSEPORT.
 
     Raises:
-        OSError: somebody listens there.
+        OSError: a process listens there.
     """
     holder = socket.socket()
     try:
@@ -59,22 +57,22 @@ def hold(host: str, port: int) -> socket.socket:
 
 
 def hold_in(held: dict[str, socket.socket], address: str) -> None:
-    """Hold the port of HOST:PORT too, where ``held`` does not yet. Raises as ``hold``."""
+    """Hold the port of HOST:PORT, unless ``held`` has it already. Raises as ``hold``."""
     if address not in held:
         host, _, port = address.rpartition(":")
         held[address] = hold(host, int(port))
 
 
 def needed(replicas: int) -> int:
-    """Number of ports of a job: the trainer ranks' rendezvous, the weight link, one for each engine."""
+    """Return the number of ports of a job: trainer rendezvous, weight link, one for each engine."""
     return 2 + replicas
 
 
 def choose(host: str, count: int, first: int | None) -> list[int]:
-    """``count`` ports: ``first``, ``first``+1, … or free ones.
+    """Return ``count`` ports: ``first``, ``first``+1, … or, if ``first`` is None, free ones.
 
     Raises:
-        ConfigError: a fixed port is in use or no port at all, or ``host`` is no address of this machine.
+        ConfigError: a fixed port is in use or out of range, or ``host`` is no address of this machine.
     """
     if not is_free(host, 0):
         raise ConfigError(f"run.host={host} is no address of this machine; give one that its network interfaces have")
@@ -92,8 +90,7 @@ def choose(host: str, count: int, first: int | None) -> list[int]:
                     "end the process that holds it, choose another run.port, or leave run.port unset"
                 )
         return ports
-    # Below those that the machine gives to outgoing connections: gloo makes many before the last of these is listened
-    # on.
+    # Stay below the ports of outgoing connections: gloo opens many before the last of the chosen ports is used.
     candidates = random.SystemRandom().sample(range(LOWEST, LARGEST), LARGEST - LOWEST)
     chosen = list(itertools.islice((port for port in candidates if can_be_held(host, port)), count))
     if len(chosen) < count:

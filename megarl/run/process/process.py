@@ -1,4 +1,4 @@
-"""One child process of a job: its own process group, a log file, and death with its parent."""
+"""One child process of a job: it has a process group and a log file, and ends when its parent dies."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ TAIL_BYTES = 65536
 TAIL_LINES = 20
 ECHO_S = 0.1
 ERROR = re.compile(r"(^|\s)[\w.]*(Error|Exception): \S")
-"""The last line of a traceback, whatever a logger puts before it."""
+"""The last line of a traceback, after any prefix of a logger."""
 
 
 class Child:
-    """A running process that prints into ``log``; with ``echo`` that is shown on this terminal as well.
+    """A running process that prints into ``log``, and with ``echo`` also on this terminal.
 
-    It holds the file itself, not a pipe to us: it can go on printing, and its last words are kept, when we are gone.
-    The descriptors ``keep`` stay open in it. ``memory`` is where it shows what it does, if it is one of ours. It is
-    forked from one of ``servers`` where they have one for it.
+    The process has the log file open, not a pipe to us, so it can print after we have ended. The descriptors ``keep``
+    stay open in it. ``memory`` has the heartbeat of a megarl process. The process is forked from ``servers`` if they
+    have a server for its kind.
     """
 
     def __init__(
@@ -51,16 +51,17 @@ class Child:
         self.name = name
         self.log = log
         self.segments: set[Path] = set()
-        """Shared memory that it is known to have made, for ``Node.note``."""
+        """Shared memory segments that the process is known to have made, for ``Node.note``."""
         self.folder: Path | None = None
-        """Its temporary one, to be removed when it is gone."""
+        """Temporary folder of the process, removed after its end."""
         self.memory = heartbeat.Memory()
         self.probe: Probe | None = None
         """Probe of an engine, which has no heartbeat of its own."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._start = output.tell()
-            self._process = self._start_process(argv, {**os.environ, **env}, output.fileno(), keep, servers)
+            self.process = self._start_process(argv, {**os.environ, **env}, output.fileno(), keep, servers)
+            """Handle of the process: forked by a fork server, or started here."""
         self._echo = threading.Thread(target=self._show, daemon=True) if echo else None
         if self._echo is not None:
             self._echo.start()
@@ -89,7 +90,7 @@ class Child:
         with self.log.open("rb", buffering=0) as log:
             log.seek(self._start)
             while True:
-                ended = self.poll() is not None  # asked before reading: what it printed last is read below
+                ended = self.poll() is not None  # before reading, so that the last output is read below
                 # Raw chunks, not lines: a progress bar redraws its line with carriage returns.
                 while chunk := log.read(TAIL_BYTES):
                     sys.stderr.buffer.write(chunk)
@@ -100,15 +101,14 @@ class Child:
 
     @property
     def pid(self) -> int:
-        return self._process.pid
+        return self.process.pid
 
     def poll(self) -> int | None:
-        """Exit status, or None while it runs."""
-        return self._process.poll()
+        """Return the exit status; None while the process runs."""
+        return self.process.poll()
 
     def tail(self) -> str:
-        """Its last lines, as it printed them; before them the first exception of late, which an orderly end can
-        follow."""
+        """Return the log's last lines; before them the first recent exception, if more output has followed it."""
         try:
             with self.log.open("rb") as log:
                 log.seek(max(self._start, log.seek(0, os.SEEK_END) - TAIL_BYTES))
@@ -120,14 +120,14 @@ class Child:
         return "\n".join([*cause, *lines[-TAIL_LINES:]]) or "(it printed nothing)"
 
     def last_output_at(self) -> float:
-        """Time of its last output, in Unix seconds; now, if its log is gone."""
+        """Return the time of the last output, in Unix seconds; now, if the log is gone."""
         try:
             return self.log.stat().st_mtime
         except OSError:
             return time.time()
 
     def heartbeat(self) -> ProcessHeartbeat:
-        """Heartbeat of now."""
+        """Return the process's current heartbeat."""
         if self.probe is not None:
             return ProcessHeartbeat(
                 self.probe.count, 0, 0, 0.0, "serving" if self.probe.count else heartbeat.START, self.probe.state
@@ -146,9 +146,9 @@ class Child:
             pass
 
     def wait(self, timeout_s: float) -> bool:
-        """True when it ended within ``timeout_s``; what it printed has then been shown."""
+        """Return True if the process ended within ``timeout_s``; its output has then been shown."""
         try:
-            self._process.wait(timeout_s)
+            self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return False
         if self._echo is not None:

@@ -1,4 +1,4 @@
-"""State of a process that makes no progress: its stacks, and the collective of torch.distributed it is in."""
+"""State of a process that makes no progress: its stacks, and the torch.distributed collective that it is in."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ STATES = {
     "Z": "has ended",
     "X": "has ended",
 }
-"""Linux' letters."""
+"""Names of Linux' process state letters."""
 ANSWER_S = 2.0
-"""Seconds that processes get to write their stacks."""
+"""Seconds for processes to write their stacks."""
 _QUIET_S = 0.2
-"""Stacks that have not grown for so long are whole."""
+"""Stacks that have not grown for this many seconds are complete."""
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _COLLECTIVES = "torch/distributed/distributed_c10d.py"
@@ -41,32 +41,32 @@ _STDLIB = sysconfig.get_path("stdlib")
 
 
 class ProcessHeartbeat(NamedTuple):
-    """Heartbeat of a process; travels between supervisors as a list."""
+    """Heartbeat of a process; sent between supervisors as a list."""
 
     beats: int
-    """Marks of progress so far."""
+    """Progress marks so far."""
     work: int
-    """Samples that ended or were scored so far, of an explorer."""
+    """Samples that an explorer has finished or scored so far."""
     step: int
     """Step from 1 on; 0 outside of steps."""
     timeout_s: float
-    """Seconds that its phase may be silent."""
+    """Seconds that the current phase may be silent."""
     phase: str
     state: str
-    """Linux' letter of its state."""
+    """Linux' letter of the process state."""
 
 
 class Account(NamedTuple):
-    """Account of one process, by its node; travels between supervisors as a list."""
+    """State of one process, as its node reads it; sent between supervisors as a list."""
 
     state: str
-    """Linux' letter; that of a stopped member of its group before its own."""
+    """Linux' letter of the process state; the letter of a stopped member of its group comes first."""
     kernel: str
-    """Kernel function in which it waits (``/proc/<pid>/wchan``); "" where it is unknown."""
+    """Kernel function in which the process waits (``/proc/<pid>/wchan``); "" if unknown."""
     thread: int
-    """Its main thread; 0 where it is unknown."""
+    """Main thread; 0 if unknown."""
     stacks: str
-    """"" when it did not answer."""
+    """Stacks of all threads; "" if the process did not write them."""
 
 
 class Frame(NamedTuple):
@@ -80,16 +80,16 @@ class Frame(NamedTuple):
 
 
 class CodeLocation(NamedTuple):
-    """Line of code, and collective, that a process is in."""
+    """Current line of code and collective of a process."""
 
     collective: str
-    """all_reduce, barrier, ...; "" in none."""
+    """all_reduce, barrier, ...; "" outside of collectives."""
     frame: Frame | None
-    """Innermost one outside of torch.distributed and Python's own library; None without stacks."""
+    """Innermost frame outside of torch.distributed and Python's library; None without stacks."""
 
     @property
     def waits(self) -> bool:
-        """True if it waits for another process, in a collective or not."""
+        """True if the process waits for another one, in a collective or elsewhere."""
         return bool(self.collective) or (self.frame is not None and bool(_WAITS.search(self.source)))
 
     @property
@@ -107,19 +107,19 @@ class CodeLocation(NamedTuple):
 
 
 def state_of(pid: int) -> str:
-    """Linux' letter; X for one that is gone."""
+    """Return Linux' letter of the process state; X for an ended process."""
     with suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     return "X"
 
 
 def group_state(pid: int) -> str:
-    """T when any process of the group is stopped, else the leader's."""
+    """Return T if any process of the group is stopped, else the leader's letter."""
     return STOPPED if any(state_of(member) == STOPPED for member in group_members(pid)) else state_of(pid)
 
 
 def ask(processes: Mapping[str, tuple[int, heartbeat.Memory]], timeout_s: float = ANSWER_S) -> dict[str, Account]:
-    """Ask each process for its state now: (process id, memory) by name. Takes up to ``timeout_s``."""
+    """Return the state of each process. ``processes``: (process id, memory) by name. Takes up to ``timeout_s``."""
     before = {name: memory.size() for name, (_, memory) in processes.items()}
     asked = set()
     for name, (pid, _) in processes.items():
@@ -142,7 +142,7 @@ def ask(processes: Mapping[str, tuple[int, heartbeat.Memory]], timeout_s: float 
 
 
 def _listens(pid: int) -> bool:
-    """Return True if it has a handler: without one the signal would end it."""
+    """Return True if the process has a handler for SIGUSR1: without one the signal would end it."""
     with suppress(OSError):
         caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
         return caught is not None and bool(int(caught[1], 16) >> (heartbeat.ASK - 1) & 1)
@@ -156,7 +156,7 @@ def _kernel(pid: int) -> str:
 
 
 def threads(text: str) -> dict[int, list[Frame]]:
-    """Thread -> its frames, innermost first, of what faulthandler wrote."""
+    """Parse faulthandler's output: thread -> its frames, innermost first."""
     found: dict[int, list[Frame]] = {}
     frames: list[Frame] = []
     for line in text.splitlines():
@@ -168,8 +168,8 @@ def threads(text: str) -> dict[int, list[Frame]]:
 
 
 def location_of(account: Account) -> CodeLocation:
-    """Location of the main thread; or of another one that is in a collective where the main thread is not,
-    as autograd's threads of a GPU are."""
+    """Return the location of the main thread or, if that is in no collective, of a thread that is in one (e.g.
+    autograd's)."""
     found = threads(account.stacks)
     main = account.thread if account.thread in found else next(reversed(found), 0)  # the oldest is written last
     places = [_location(found.pop(main, [])), *(_location(frames) for frames in found.values())]
@@ -180,7 +180,7 @@ def _location(frames: Sequence[Frame]) -> CodeLocation:
     collective = ""
     for frame in frames:
         if frame.file.endswith(_COLLECTIVES):
-            collective = frame.function  # the outermost of them is what was called
+            collective = frame.function  # the outermost is the function that our code called
         elif "torch/distributed/" not in frame.file and not _is_python(frame.file):
             return CodeLocation(collective, frame)
     return CodeLocation(collective, frames[-1] if frames else None)
@@ -191,7 +191,7 @@ def _is_python(file: str) -> bool:
 
 
 class ProcessSnapshot(NamedTuple):
-    """State of a process at one moment: a row in the table of a stall."""
+    """State of a process at one moment: one row of the stall table."""
 
     name: str
     phase: str
@@ -201,7 +201,7 @@ class ProcessSnapshot(NamedTuple):
 
     @property
     def location(self) -> CodeLocation:
-        """Code that the process is in."""
+        """Code location of the process."""
         return location_of(self.account)
 
     def cells(self) -> tuple[str, str, str, str]:
@@ -216,7 +216,7 @@ class ProcessSnapshot(NamedTuple):
 
 
 def table(rows: Sequence[ProcessSnapshot]) -> str:
-    """Table with one line a process: name, phase and step, seconds of silence, place."""
+    """Return a table with one line per process: name, phase and step, seconds of silence, location."""
     cells = [("process", "phase", "silent", "where"), *(row.cells() for row in rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(3)]
     return "\n".join(
@@ -225,7 +225,7 @@ def table(rows: Sequence[ProcessSnapshot]) -> str:
 
 
 def verdict(rows: Sequence[ProcessSnapshot]) -> str:
-    """A sentence that names whom the others wait for, as far as the stacks show."""
+    """Return a sentence that names the process that the others wait for, as far as the stacks show."""
     stopped = [row for row in rows if row.account.state == STOPPED]
     if stopped:
         return f"likely: {_names(stopped)} to blame: stopped by a signal"

@@ -41,7 +41,7 @@ def write_bench(folder: Path, config: Config, measured: Sequence[Measured]) -> P
 
 
 def page(config: Config, measured: Sequence[Measured], rows: Sequence[Row]) -> str:
-    """The page as HTML."""
+    """Return the page as HTML."""
     sections = [_headline(config, measured, rows)]
     for source in dict.fromkeys(row.source for row in rows):
         mine = [row for row in rows if row.source == source]
@@ -56,7 +56,7 @@ def page(config: Config, measured: Sequence[Measured], rows: Sequence[Row]) -> s
 
 
 def table(measured: Sequence[Measured]) -> str:
-    """Lines for the terminal: the metrics of all models, and the paired differences to the first one."""
+    """Return lines for the terminal: the metrics of all models, and their paired differences."""
     rows = comparison.compare(measured)
     cells = [("", *(model.name for model in measured))]
     for row in rows:
@@ -178,12 +178,12 @@ def _mean(value: Interval | None) -> float:
 
 
 def _all_shown(row: Row) -> list[str]:
-    """``45.2% [40.1, 50.3]`` of each model; scores are no shares."""
+    """Return ``45.2% [40.1, 50.3]`` for each model; a score has no percent sign."""
     return ["n/a" if value is None else _with_limits(row, value, "{:.1%}", "{:.3f}") for value in row.values]
 
 
 def _difference(row: Row, found: Difference | None) -> str:
-    """``+4.2 [+1.0, +7.4] ✓`` in percentage points, or in units of the score."""
+    """Return ``+4.2 [+1.0, +7.4] ✓`` in percentage points, or in units of the score."""
     if found is None:
         return "n/a"
     return _with_limits(row, found.interval, "{:+.1f}", "{:+.3f}") + (" ✓" if found.interval.excludes_zero else "")

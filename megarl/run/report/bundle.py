@@ -1,7 +1,6 @@
-"""``megarl doctor --bundle RUN``: one zip file that shows another person why a job failed.
+"""``megarl doctor --bundle RUN``: one zip file for diagnosing a failed job elsewhere.
 
-It has logs, settings, metrics, versions and the environment, and neither weights nor the store. Logs may hold texts of
-rows.
+It has logs, settings, metrics, versions and the environment, without weights and store. Logs may contain texts of rows.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ from pathlib import Path
 from megarl.core.errors import ConfigError, masked_text
 
 END_BYTES = 2**18
-"""Bytes of the end of a log or of the metrics."""
+"""Bytes at the end of a log or metrics file to include."""
 BEGIN_BYTES = 2**14
-"""Bytes of the beginning of a log that is longer."""
+"""Bytes at the beginning of a longer log to include."""
 ATTEMPTS = 2
-"""Last attempts whose logs are taken."""
+"""Number of last attempts with logs in the bundle."""
 PREFIXES = ("MEGARL_", "SLURM_", "NCCL_", "GLOO_", "CUDA_", "VLLM_", "TORCH", "OMP_", "HF_", "LD_", "PYTHON")
-"""Variables of the environment that are taken."""
+"""Prefixes of environment variables to include."""
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 
 
 def write_bundle(run_dir: Path, examination: str, target: Path) -> Path:
-    """Write the zip file ``target`` about a run, and return its path.
+    """Write the zip file ``target`` about a run; return its path.
 
     Args:
         examination: Text of ``doctor.examine`` for this machine.
 
     Raises:
-        ConfigError: ``run_dir`` is the directory of no run, or ``target`` exists.
+        ConfigError: ``run_dir`` is not a run's directory, or ``target`` exists.
     """
     if not (run_dir / "resolved.json").is_file():
         raise ConfigError(f"--bundle {run_dir}: it has no resolved.json; give the directory of a run")
@@ -61,7 +60,7 @@ def _environment() -> Iterator[str]:
 
 
 def _listing(run_dir: Path) -> Iterator[str]:
-    """Size, time and name of each file of the run."""
+    """Yield size, time and name of each file of the run."""
     for path in sorted(run_dir.rglob("*")):
         if path.is_file():
             status = path.stat()
@@ -69,7 +68,7 @@ def _listing(run_dir: Path) -> Iterator[str]:
 
 
 def _texts(run_dir: Path) -> Iterator[Path]:
-    """Files whose text is taken: settings, metrics, and the logs of the last attempts."""
+    """Yield the files with included text: settings, metrics, and the logs of the last attempts."""
     yield run_dir / "resolved.json"
     if (metrics := run_dir / "metrics.jsonl").is_file():
         yield metrics
@@ -79,7 +78,7 @@ def _texts(run_dir: Path) -> Iterator[Path]:
 
 
 def _ends(path: Path) -> str:
-    """Text of a file; of a long one its beginning and its end."""
+    """Return the text of a file; of a long file the beginning and the end."""
     size = path.stat().st_size
     with path.open("rb") as file:
         if size <= BEGIN_BYTES + END_BYTES:

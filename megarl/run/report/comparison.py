@@ -18,11 +18,11 @@ from megarl.explore.bench.answers import ModelAnswers, TaskAnswers
 OVERALL = "all"
 SCORE = "mean score"
 Value = Callable[[TaskAnswers], float | None]
-"""A task's value of a metric; None where it has none."""
+"""Function that returns a task's value of a metric; None if the task has none."""
 
 
 class Measured(NamedTuple):
-    """A model that was measured."""
+    """A measured model and its answers."""
 
     name: str
     path: str
@@ -30,7 +30,7 @@ class Measured(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """A paired difference: ``second`` - ``first``, by the models' numbers."""
+    """Paired difference ``second`` - ``first``; both are indices of models."""
 
     first: int
     second: int
@@ -44,12 +44,12 @@ class Row:
     source: str
     metric: str
     values: tuple[Interval | None, ...]
-    """Means of each model; None where the metric is not defined: a verifier without answers to vote on, no verdict."""
+    """Mean of each model; None if the metric is undefined: the verifier has no votes, or there is no verdict."""
     differences: tuple[Difference, ...]
 
 
 def metrics_of(samples: int) -> Mapping[str, Value]:
-    """Metrics of ``samples`` answers to each task, by their names."""
+    """Return the metrics of ``samples`` answers per task, by name."""
     found: dict[str, Value] = {
         "accuracy" if samples == 1 else f"avg@{samples}": lambda task: task.right / task.samples,
         SCORE: lambda task: task.mean_score,
@@ -57,7 +57,7 @@ def metrics_of(samples: int) -> Mapping[str, Value]:
     if samples == 1:
         return found
     found |= {f"pass@{k}": partial(_pass, k) for k in sizes(samples)}
-    # Two votes that differ are a tie: the accuracy.
+    # With two votes a majority is a tie, which equals the accuracy.
     return found | {f"majority@{k}": partial(_majority, k) for k in sizes(samples) if k > 2 or k == samples}
 
 
@@ -70,9 +70,9 @@ def _majority(k: int, task: TaskAnswers) -> float | None:
 
 
 def compare(measured: Sequence[Measured]) -> list[Row]:
-    """Every metric of every data source, and of all tasks before them where there are several sources.
+    """Return every metric over all tasks and, if there are several data sources, for each source.
 
-    A majority needs votes on every task; other metrics leave out tasks without a value.
+    Majorities need votes on every task; other metrics ignore tasks without a value.
     """
     sources = sorted({task.source for model in measured for task in model.answers.tasks})
     rows = []
@@ -104,7 +104,7 @@ def _differences(values: Sequence[Mapping[str, float]]) -> list[Difference]:
 
 
 def as_json(measured: Sequence[Measured], rows: Sequence[Row]) -> dict[str, Any]:
-    """The comparison in plain values."""
+    """Return the comparison as plain values for JSON."""
     models = [
         {
             "name": model.name,

@@ -1,4 +1,4 @@
-"""Contents of a run directory, read into plain values for the report. Missing parts are left empty and noted.
+"""Contents of a run directory, read into plain values for the report. Missing parts stay empty, with a note.
 
 Reads ``resolved.json``, the store, ``timeline/*.jsonl`` and ``metrics.jsonl``; starts nothing, imports no torch.
 """
@@ -28,7 +28,7 @@ from megarl.weights.checkpoint.training.manifest import finished, steps_of
 
 SAMPLES = 10
 STOPPED_S = 60.0
-"""A gap this long in the records of all processes is a job that was stopped, not one that was slow."""
+"""Minimum gap in seconds in all processes' records that counts as a stopped job, not a slow one."""
 Series = list[tuple[int, float]]
 
 
@@ -39,24 +39,24 @@ class EvaluationResult:
     rollout_id: str
     step: int | None
     accuracy: float | None
-    """None when the evaluation did not come to its end."""
+    """None if the evaluation did not finish."""
     statuses: Mapping[str, int]
-    """Reward status -> answers; empty when the answers are no longer in the store."""
+    """Reward status -> number of answers; empty if the store no longer has the answers."""
     mean_length: float | None
-    """Tokens of a response."""
+    """Mean tokens of a response."""
     loss: float | None = None
     """Loss of an offline job on the held-out rows."""
     standard_error: float | None = None
     """Standard error of the accuracy, clustered by task."""
     samples: int = 1
-    """Answers to each task."""
+    """Answers per task."""
     passed: float | None = None
-    """pass@samples, of several answers."""
+    """pass@samples, if there are several answers per task."""
     passed_error: float | None = None
     score: float | None = None
-    """Mean score, where scores are graded."""
+    """Mean score, if scores are graded."""
     sources: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Source -> accuracy and number of tasks; empty for a single one."""
+    """Source -> (accuracy, number of tasks); empty for a single source."""
 
 
 @dataclass(frozen=True)
@@ -77,33 +77,33 @@ class AnswerComparison:
 
 @dataclass(frozen=True)
 class ReportData:
-    """Everything that the report shows."""
+    """All contents of the report."""
 
     run_dir: Path
     config: Config
     steps: tuple[tuple[int, dict[str, float]], ...]
-    """(steps done, metrics): finite ones only."""
+    """(steps done, finite metrics)."""
     warm_start: tuple[tuple[int, dict[str, float]], ...]
     held_out: int
     """Number of held-out tasks."""
     before: EvaluationResult | None
     after: EvaluationResult | None
     accuracies: tuple[tuple[int, float], ...]
-    """Every finished evaluation that has one: (steps done, accuracy)."""
+    """(steps done, accuracy) of each finished evaluation with an accuracy."""
     losses: tuple[tuple[int, float], ...]
-    """The same of the loss: an offline job's."""
+    """(steps done, loss) of each finished evaluation of an offline job."""
     learned: int
-    """Held-out tasks that were not right before and are right after."""
+    """Number of held-out tasks that were not right before training and are right after it."""
     unlearned: int
     samples: tuple[AnswerComparison, ...]
     timelines: Mapping[str, tuple[TimedPhase, ...]]
     dropped: tuple[tuple[str, int], ...]
-    """Messages about groups that were dropped from training, alike ones once, and the number of steps that had each."""
+    """(message about dropped groups without repetitions, number of steps with it)."""
     notes: tuple[str, ...]
-    """Parts that could not be read."""
+    """Messages about parts that could not be read."""
 
     def series(self, name: str) -> Series:
-        """(step, value) of a metric, where it was recorded."""
+        """Return (step, value) of a metric for the steps that recorded it."""
         return [(step, metrics[name]) for step, metrics in self.steps if name in metrics]
 
     @property
@@ -113,13 +113,13 @@ class ReportData:
 
     @property
     def hf_checkpoint(self) -> Path | None:
-        """The exported checkpoint, once it is there."""
+        """Folder of the exported checkpoint; None if it does not exist."""
         path = self.run_dir / "hf"
         return path if (path / "config.json").is_file() else None
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """The checkpoint that ``trainer.keep_best`` keeps, once there is one."""
+        """Checkpoint that ``trainer.keep_best`` keeps; None if there is none yet."""
         metric, folder = self.config.trainer.keep_best, self.run_dir / "checkpoints"
         paths = finished(folder)
         there = dict(zip(steps_of(paths), paths, strict=True))
@@ -128,18 +128,18 @@ class ReportData:
 
     @property
     def finished(self) -> bool:
-        """True if the job has ended well."""
+        """True if the job has ended successfully."""
         known = self.after is not None and (self.after.accuracy is not None or self.after.loss is not None)
         return known and self.hf_checkpoint is not None and self.steps_done >= self.config.trainer.steps
 
     @property
     def offline(self) -> bool:
-        """True if it trains on rows of a file: then it has losses, no answers."""
+        """True for an offline job, which has losses instead of answers."""
         return bool(self.losses)
 
     @property
     def curve(self) -> str:
-        """Return the name of the main curve, which is its file's name too: ``loss curve``, ``reward curve``."""
+        """Name of the main curve and of its file: ``loss curve`` or ``reward curve``."""
         return "loss curve" if self.offline else "reward curve"
 
     @property
@@ -155,10 +155,10 @@ class ReportData:
 
 
 def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
-    """Read a run directory; its store is waited for ``outage_s``.
+    """Read a run directory; wait up to ``outage_s`` for its store.
 
     Raises:
-        ConfigError: there is no ``resolved.json``, or it has settings that this version does not know.
+        ConfigError: ``resolved.json`` is missing, or has settings that this version does not have.
     """
     if not (run_dir / "resolved.json").is_file():
         raise ConfigError(f"{run_dir} has no resolved.json; give the directory of a run, e.g. runs/quickstart")
@@ -213,7 +213,7 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
 
 
 def changed_settings(config: Config) -> list[tuple[str, Any, Any]]:
-    """(setting, default, value) where the value is not the default."""
+    """Return (setting, default, value) of each setting that differs from its default."""
     found = list(_changed("", to_dict(Config()), to_dict(config)))
     return [
         (name, _interpolated(default, config), masked_text(value) if name == "store.url" else value)
@@ -241,7 +241,7 @@ def _interpolated(default: Any, config: Config) -> Any:
 
 
 def _records(path: Path, notes: list[str]) -> list[dict[str, Any]]:
-    """Lines of a jsonl file; half a line, left by a process that was killed while it wrote, is skipped and noted."""
+    """Return the records of a jsonl file; unreadable lines, e.g. of a killed process, are skipped and noted."""
     if not path.is_file():
         return []
     found, lost = [], 0
@@ -266,7 +266,7 @@ def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def located(config: Config, run_dir: Path, path: str) -> Path:
-    """Path of a file of the run now, should the directory have been moved since."""
+    """Return the current path of a run's file, also if the run's directory was moved."""
     inside = Path(path)
     if inside.is_relative_to(config.run.dir):
         moved = run_dir / inside.relative_to(config.run.dir)
@@ -276,17 +276,16 @@ def located(config: Config, run_dir: Path, path: str) -> Path:
 
 
 def store_url(config: Config, run_dir: Path) -> str | None:
-    """URL of a run's store, should the directory have been moved since; None for a file that is not there."""
+    """Return the URL of a run's store, also if the run's directory was moved; None if the file is missing."""
     url = make_url(config.store.url)
     if url.get_backend_name() != "sqlite" or not url.database:
         return config.store.url
     path = located(config, run_dir, url.database)
-    return f"sqlite:///{path}" if path.is_file() else None  # Store would make an empty one
+    return f"sqlite:///{path}" if path.is_file() else None  # Store would create an empty one
 
 
 def _answers(store: Store, rollout_id: str, notes: list[str]) -> list[Trajectory]:
-    """Read the answers of an evaluation; none, and a note, where one is damaged: a start of the run does not look at
-    answers of steps that are done."""
+    """Return the answers of an evaluation; [] and a note if one is damaged, which a resume does not check."""
     try:
         return store.groups.trajectories(rollout_id)
     except StoreDamagedError as error:
@@ -317,7 +316,7 @@ def _evaluation(
 
 
 def _dropped(events: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]:
-    """(first message of its kind, number of steps), the most frequent first."""
+    """Return (first message of its kind, number of steps), the most frequent first."""
     first: dict[str, str] = {}
     steps: dict[str, set[int]] = {}
     for event in events:
@@ -329,14 +328,14 @@ def _dropped(events: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, int], ...]
 
 
 def _of_events(events: Iterable[Mapping[str, Any]], name: str) -> tuple[tuple[int, float], ...]:
-    """(steps done, value) of evaluations, the last where a step has several."""
+    """Return (steps done, value) of evaluations; a step's last one counts."""
     return tuple(sorted({e["step"]: e[name] for e in events if name in e}.items()))
 
 
 def _samples(
     tasks: Sequence[Task], answers: Sequence[Sequence[Trajectory]], model: Path, notes: list[str]
 ) -> tuple[AnswerComparison, ...]:
-    """Answers to tasks taken at equal distances, so that the choice knows nothing of the outcome."""
+    """Return the answers to ``SAMPLES`` evenly spaced tasks, so that the choice does not depend on the outcome."""
     sides = [{e.task_id: e for e in side if e.index == 0} for side in answers]
     answered = [t for t in tasks if all(t.task_id in side for side in sides if side) and any(sides)]
     if not answered:
@@ -351,7 +350,7 @@ def _samples(
         if trajectory is None:
             return None
         responses = [turn for turn in trajectory.turns if turn.author == "model"]
-        ids = responses[-1].token_ids.tolist() if responses else []  # none where its workflow failed
+        ids = responses[-1].token_ids.tolist() if responses else []  # [] if its workflow failed
         text = tokenizer.decode(ids, skip_special_tokens=True) if tokenizer else " ".join(map(str, ids))
         return Answer(text, trajectory.reward.status)
 

@@ -1,6 +1,6 @@
-"""``megarl doctor``: what this machine has for a job, line by line, with the fix where something lacks.
+"""``megarl doctor``: checks that this machine can run a job, line by line, with a fix for each problem.
 
-Imports neither vllm nor transformer_engine: their versions are read from the installed metadata.
+Imports neither vllm nor transformer_engine: their versions come from the installed metadata.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ GIB = 2**30
 MIN_MEMORY = 4 * GIB
 MIN_DISK = 2 * GIB
 MIN_SHM = 64 * 2**20
-"""Docker's default for a container; NCCL and vLLM's workers with tp > 1 exchange through /dev/shm."""
+"""Docker's default for a container; NCCL and vLLM's workers with tp > 1 exchange data through /dev/shm."""
 ANSWER_S = 2.0
 
 State = Literal["ok", "warn", "fail"]
@@ -33,14 +33,14 @@ class Check(NamedTuple):
     name: str
     found: str
     fix: str = ""
-    """Advice; empty when all is well."""
+    """Advice; empty if there is no problem."""
 
 
 def examine(host: str) -> tuple[str, bool]:
-    """Text for a person, and whether a job can run here (False when any line has ``fail``).
+    """Return (report text, True if a job can run here: no line has ``fail``).
 
     Args:
-        host: Address on which ports are tried.
+        host: Address for the port check.
     """
     checks = [*environment(), *packages(), *devices(), *kernels(), *sandbox(), *network(host)]
     width = max(len(check.name) for check in checks)
@@ -52,7 +52,7 @@ def examine(host: str) -> tuple[str, bool]:
 
 
 def environment() -> Iterator[Check]:
-    """Python, cores, memory, disk, shared memory, compiler."""
+    """Check Python, cores, memory, disk, shared memory, compiler."""
     version = sys.version_info
     found = f"{platform.python_version()} ({sys.executable})"
     known = (3, 11) <= version[:2] < (3, 14)
@@ -83,7 +83,7 @@ def environment() -> Iterator[Check]:
 
 
 def packages() -> Iterator[Check]:
-    """Versions of what a job imports, and the plugin through which vLLM finds our weight receiver."""
+    """Check the versions of a job's packages, and the plugin through which vLLM finds our weight receiver."""
     for name in ("torch", "megatron-core", "transformers", "hydra-core", "safetensors", "SQLAlchemy"):
         version = installed_version(name)
         yield Check("ok", name, version) if version else Check("fail", name, "missing", "pip install -e '.[cpu]'")
@@ -102,7 +102,7 @@ def packages() -> Iterator[Check]:
 
 
 def devices() -> Iterator[Check]:
-    """CUDA devices that torch sees."""
+    """Check the CUDA devices that torch finds."""
     try:
         import torch
     except ImportError as error:
@@ -123,7 +123,7 @@ def devices() -> Iterator[Check]:
 
 
 def sandbox() -> Iterator[Check]:
-    """Return True if the programs of code rewards can be run here: the sandbox's self-test."""
+    """Check with the sandbox's self-test that code rewards can run programs here."""
     from megarl.sandbox.proven import local_sandbox
 
     try:
@@ -133,7 +133,7 @@ def sandbox() -> Iterator[Check]:
 
 
 def kernels() -> Iterator[Check]:
-    """Code that the ops run."""
+    """Check which kernels the ops run."""
     try:
         import torch
 
@@ -154,7 +154,7 @@ def kernels() -> Iterator[Check]:
 
 
 def network(host: str) -> Iterator[Check]:
-    """Can a process listen on ``host``, and another of this machine reach it?"""
+    """Check that a process can listen on ``host``, and that other processes of this machine reach it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         server = socket.socket(family)
@@ -196,7 +196,7 @@ def _enough(name: str, value: float, least: float, found: str, fix: str) -> Chec
 
 
 def installed_version(name: str) -> str | None:
-    """Version of a distribution; None where it is not installed."""
+    """Return the version of a distribution; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Account of what a run sampled and did not train on, by reason, for the report and the terminal."""
+"""Table of samples that a run did not train on, by reason, for the report and the terminal."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MEANINGS = {
     "environment_error": "the environment raised an exception",
     "environment_timeout": "the environment did not answer in time",
 }
-"""Reason -> what it means; reasons of users' own operators are not among them."""
+"""Reason -> meaning; reasons of users' operators are not included."""
 
 
 class Reason(NamedTuple):
-    """Trajectories and tokens that all steps left out for one reason."""
+    """Trajectories and tokens that all steps excluded for one reason."""
 
     name: str
     trajectories: float
@@ -43,7 +43,7 @@ class Reason(NamedTuple):
 
 
 def reasons(run: ReportData) -> list[Reason]:
-    """Return the reasons, the one with most tokens first."""
+    """Return the reasons, most tokens first."""
     trajectories, tokens = _totals(run, "trajectories"), _totals(run, "tokens")
     sampled, sampled_tokens = (
         sum(v for _, v in run.series(f"rollout/{unit}/sampled")) for unit in ("trajectories", "tokens")
@@ -62,7 +62,7 @@ def reasons(run: ReportData) -> list[Reason]:
 
 
 def line(run: ReportData) -> str | None:
-    """Return one line for the terminal; None where everything was trained on."""
+    """Return one line for the terminal; None if nothing was excluded."""
     found = reasons(run)
     if not found:
         return None
@@ -74,7 +74,7 @@ def line(run: ReportData) -> str | None:
 
 
 def table(run: ReportData) -> list[tuple[str, ...]]:
-    """Return a line of names and one for each reason."""
+    """Return a header row and a row per reason."""
     rows: list[tuple[str, ...]] = [("reason", "meaning", "trajectories", "share", "tokens", "share of tokens")]
     return rows + [
         (

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file that needs nothing beside it; the reward curve as PNG beside it."""
+"""The report of a run as one self-contained HTML file, with its main curve as PNG."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ EXPLORER = (("generation", "generation_s"), ("reward", "reward_s"), ("both at on
 
 
 def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
-    """Write ``report/report.html``, and beside it ``reward_curve.png`` or an offline job's ``loss_curve.png``. Return
-    the HTML's path.
+    """Write ``report/report.html`` and ``reward_curve.png`` (offline jobs: ``loss_curve.png``) next to it. Return the
+    HTML's path.
 
-    A run that was stopped early gets a report of what there is. Its store is waited for ``outage_s``.
+    The report of a stopped run has the finished steps. Waits up to ``outage_s`` for the store.
 
     Raises:
-        ConfigError: ``run_dir`` is no run directory.
+        ConfigError: ``run_dir`` is not a run directory.
     """
     run = load(run_dir, outage_s)
     folder = run_dir / "report"
@@ -84,7 +84,7 @@ def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
 
 
 def page(run: ReportData) -> str:
-    """The whole report as HTML."""
+    """Return the whole report as HTML."""
     sections = (
         _headline,
         _curve,
@@ -224,7 +224,7 @@ def _charts(run: ReportData) -> Markup:
 
 
 def _excluded(run: ReportData) -> Markup:
-    """Table of what was sampled and not trained on, by reason, and the messages about dropped groups."""
+    """Return the table of excluded samples by reason, and the messages about dropped groups."""
     head, *body = excluded.table(run)
     if not body:
         return Markup()
@@ -271,14 +271,14 @@ def _lanes(run: ReportData) -> Markup:
 def _between(
     timelines: Mapping[str, Sequence[TimedPhase]], start: float, end: float
 ) -> list[tuple[str, list[list[TimedPhase]]]]:
-    """Rows of each process's phases that reach into a stretch of time."""
+    """Return the rows of each process's phases that overlap a time span."""
     return [
         (name, rows(name, [p for p in phases if p.end > start and p.start < end])) for name, phases in timelines.items()
     ]
 
 
 def _start_up(run: ReportData) -> Markup:
-    """Timeline of the last start: what each process did until the engines had joined."""
+    """Return the timeline of the last start: each process's phases until the engines had joined."""
     timelines = dict(sorted(run.timelines.items(), key=lambda item: _process_order(item[0])))
     found = last_start(timelines)
     if found is None:
@@ -324,7 +324,7 @@ def _phase_table(run: ReportData) -> Markup:
 
 
 def _memory(run: ReportData) -> Markup:
-    """Table of the bytes on rank 0's device in each phase of the last step, planned and measured."""
+    """Return the table of planned and measured bytes on rank 0's device in each phase of the last step."""
     last = run.steps[-1][1] if run.steps else {}
     body = [
         (phase, human(int(planned)), human(int(last[f"memory/{phase}/bytes"])))
@@ -338,7 +338,7 @@ def _memory(run: ReportData) -> Markup:
 
 
 def _verifiers(run: ReportData) -> Markup:
-    """Table of the calls and seconds of each verifier over all steps, and the parts of the rewards."""
+    """Return the table of calls and seconds of each verifier over all steps, and the parts of the rewards."""
     names = sorted({name for _, metrics in run.steps for name in metrics if name.startswith("reward/")})
     body: list[tuple[Any, ...]] = []
     for verifier in [name.split("/")[1] for name in names if name.endswith("/answers")]:
@@ -414,7 +414,7 @@ def _legend(names: Sequence[str]) -> Markup:
 
 
 def _ordered(names: Iterable[str]) -> list[str]:
-    """Phases in the order of a step, unknown ones by name, the rest of a step last."""
+    """Return the phases in the order of a step: known ones, unknown ones by name, then the rest of a step."""
     known = [name for name in svg.COLOURS if name != "other"]
     return sorted(names, key=lambda n: (n == "other", known.index(n) if n in known else len(known), n))
 

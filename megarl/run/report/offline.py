@@ -1,4 +1,4 @@
-"""Report of a job without rollouts: loss, and how often the chosen answer is preferred, on held-out rows."""
+"""Report of a job without rollouts: loss and share of preferred chosen answers, on held-out rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOSS = "actor/loss"
 
 
 def change(run: ReportData, *, by_accuracy: bool) -> str | None:
-    """``0.693 → 0.512``; None before the first evaluation."""
+    """Return ``0.693 → 0.512``; None before the first evaluation."""
     values = [accuracy(e) if by_accuracy else loss(e) for e in (run.before, run.after) if e is not None]
     return " → ".join(values) if values else None
 
@@ -27,7 +27,7 @@ def accuracy(evaluation: EvaluationResult | None) -> str:
 
 
 def table(run: ReportData) -> list[tuple[str, ...]]:
-    """A line of names, and one for each evaluation; demonstrations have no column of preferences."""
+    """Return a header row and a row per evaluation; demonstrations have no column of preferences."""
     found = [("", "after step", "loss", "chosen preferred")]
     for label, e in (("before", run.before), ("after", run.after)):
         found.append((label, "—" if e is None or e.step is None else str(e.step), loss(e), accuracy(e)))
@@ -35,7 +35,7 @@ def table(run: ReportData) -> list[tuple[str, ...]]:
 
 
 def charts(run: ReportData) -> str:
-    """Training loss with the held-out one; below it how often the chosen answer is preferred, where there is one."""
+    """Return the chart of training and held-out loss and, for preferences, the share of preferred chosen answers."""
     markers = svg.Markers("held-out loss", run.losses, percent=False)
     drawn = svg.line_chart("Loss", run.series(LOSS), markers=markers, width=WIDTH, height=HEIGHT)
     if run.accuracies:

@@ -1,6 +1,6 @@
-"""Pieces of the report's HTML: templates that escape every text, unless it is ``Markup`` already.
+"""Pieces of the report's HTML: templates that escape every text except ``Markup``.
 
-The page's CSS and shared SVG definitions: light and dark by the reader's setting, nothing from afar.
+Also the page's CSS and shared SVG definitions: light or dark by the reader's setting, no external files.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ _TEMPLATES = """
 
 
 def macros(templates: str, cleaned: Callable[[str], str]) -> Any:
-    """Macros of a template as attributes, each a function that returns Markup; ``cleaned`` is their filter ``clean``
-    for texts that are none."""
+    """Return a template's macros as attributes, each a function that returns Markup. The macros' filter ``clean``
+    applies ``cleaned`` to texts that are not Markup."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["clean"] = lambda value: value if isinstance(value, Markup) else cleaned(str(value))
     environment.globals["number"] = svg.number
@@ -173,4 +173,4 @@ HATCH = (
     '<pattern id="hatch" width="6" height="6" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<line class="hatchline" x1="0" y1="0" x2="0" y2="6"/></pattern></defs></svg>'
 )
-"""The pattern of waiting, once on the page."""
+"""Hatch pattern of waiting, defined once on the page."""

@@ -1,4 +1,4 @@
-"""The reward curve as PNG; of an offline job its losses."""
+"""The reward curve as PNG; for an offline job its losses."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.run.report.text import status
 
 
 def share_axis(rewards: Sequence[tuple[int, float]]) -> bool:
-    """Can reward and accuracy be read on one scale from 0 to 1?"""
+    """Return True if reward and accuracy fit one scale from 0 to 1."""
     return all(-0.01 <= v <= 1.01 for _, v in rewards)
 
 

@@ -1,4 +1,5 @@
-"""Small charts as SVG text: no script, no style of their own (the page's CSS colours them), a label to read out."""
+"""Small charts as SVG text: no script, no inline style (the page's CSS colours them), with a label for screen
+readers."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from megarl.run.report.timeline import WAITING, TimedPhase
 
 Series = Sequence[tuple[int, float]]
 MAX_POINTS = 400
-"""More points than that are averaged: nobody sees them, and the page would grow with the run."""
+"""Maximum points of a curve; more are averaged, since they are not visible and would enlarge the page."""
 COLOURS = {
     "other": 0,
     "sync": 1,
@@ -27,12 +28,12 @@ COLOURS = {
     "generation": 2,
     "reward": 7,
 }
-"""Phase -> colour of the page's CSS (``.c0`` … ``.c8``); other phases take one by their name."""
+"""Phase -> colour of the page's CSS (``.c0`` … ``.c8``); other phases get one by hash of their name."""
 
 
 @dataclass(frozen=True)
 class Markers:
-    """Single points with their values written beside them."""
+    """Single points, labelled with their values."""
 
     label: str
     points: Series
@@ -40,17 +41,17 @@ class Markers:
 
 
 def colour(phase: str) -> str:
-    """CSS class of a phase's colour."""
+    """Return the CSS class of a phase's colour."""
     return f"c{COLOURS.get(phase, 1 + crc32(phase.encode()) % 8)}"
 
 
 def fill(phase: str, *, waits: bool) -> str:
-    """CSS class of a phase's bar: hatched where the process waits."""
+    """Return the CSS class of a phase's bar: hatched if the process waits."""
     return "wait" if waits else colour(phase)
 
 
 def number(value: float) -> str:
-    """A number of about three digits."""
+    """Format a number with about three digits."""
     if value == 0:
         return "0"
     size = abs(value)
@@ -60,7 +61,7 @@ def number(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """About ``count`` round numbers within [low, high]."""
+    """Return about ``count`` round numbers within [low, high]."""
     span = high - low
     if span <= 1e-12 * max(abs(low), abs(high), 1e-200):
         return [low]
@@ -72,7 +73,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 
 def thinned(points: Series, limit: int = MAX_POINTS) -> list[tuple[int, float]]:
-    """Thin to at most ``limit`` points: means over equal stretches."""
+    """Reduce to at most ``limit`` points: means over equal stretches."""
     if len(points) <= limit:
         return list(points)
     parts = [points[i * len(points) // limit : (i + 1) * len(points) // limit] for i in range(limit)]
@@ -80,12 +81,12 @@ def thinned(points: Series, limit: int = MAX_POINTS) -> list[tuple[int, float]]:
 
 
 def window(count: int) -> int:
-    """Length of the running mean that is drawn over ``count`` points; 1 is none."""
+    """Return the length of the running mean for ``count`` points; 1 is no mean."""
     return 1 if count < 20 else 2 * (count // 24) + 1
 
 
 def smoothed(points: Series) -> list[tuple[int, float]]:
-    """Centred running mean over ``window`` points, over fewer at the ends."""
+    """Return the centred running mean over ``window`` points, fewer at the ends."""
     half = window(len(points)) // 2
     values = [v for _, v in points]
     spans = [values[max(0, i - half) : i + half + 1] for i in range(len(values))]
@@ -150,9 +151,9 @@ def line_chart(
     height: int = 150,
     zero: bool = False,
 ) -> str:
-    """A metric over steps: every point thin, the running mean thick, ``markers`` as diamonds with their values.
+    """Draw a metric over steps: a thin line through the points, a thick running mean, ``markers`` as labelled diamonds.
 
-    ``points`` or ``markers`` must hold something.
+    ``points`` or ``markers`` must not be empty.
     """
     points = thinned(points)
     marked = list(markers.points) if markers else []
@@ -163,7 +164,7 @@ def line_chart(
         body.append(_line(axes, points, "raw"))
     if points:
         body.append(_line(axes, smoothed(points), "mean"))
-        for x, y in thinned(points, 120):  # what a pointing device shows
+        for x, y in thinned(points, 120):  # tooltips
             body.append(
                 f'<circle class="hit" cx="{axes.x(x)}" cy="{axes.y(y)}" r="5"><title>step {x}: '
                 f"{number(y)}</title></circle>"
@@ -190,7 +191,7 @@ def line_chart(
 def stacked_chart(
     label: str, steps: Mapping[int, Mapping[str, float]], order: Sequence[str], *, width: int, height: int
 ) -> str:
-    """Bars of seconds by step, one colour a phase, ``order`` from the bottom; over 120 steps bars are means of
+    """Draw bars of seconds by step, one colour per phase, ``order`` from the bottom. Over 120 steps a bar is a mean of
     several."""
     numbers = list(steps)
     count = min(len(numbers), 120)
@@ -216,9 +217,9 @@ def stacked_chart(
 def lanes_chart(
     lanes: Sequence[tuple[str, Sequence[Sequence[TimedPhase]]]], start: float, end: float, steps: Mapping[int, float]
 ) -> str:
-    """One lane a process with its rows of phases between two moments (unix seconds); waiting is hatched.
+    """Draw one lane per process with its rows of phases between two times (unix seconds); waiting is hatched.
 
-    ``steps``: number of a step -> when it began, drawn as a line through all lanes.
+    ``steps``: number of a step -> its start time, drawn as a line through all lanes.
     """
     width, left, row, gap, top = 1040, 96, 22, 9, 22
     height = top + sum(row * max(1, len(rows)) + gap for _, rows in lanes) + 20

@@ -1,4 +1,4 @@
-"""Words and numbers of the report, and the summary for the terminal."""
+"""Texts and numbers of the report, and the summary for the terminal."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ VERDICTS = {
 
 
 def summary(run_dir: Path, outage_s: float = 0.0) -> str:
-    """Text for the terminal: accuracy before and after, ten answers before and after, where the files are. The run's
-    store is waited for ``outage_s``."""
+    """Return the text for the terminal: accuracy and ten answers before and after training, paths of files. Waits up to
+    ``outage_s`` for the run's store."""
     run = load(run_dir, outage_s)
     lines = [f"{run.config.run.name}: {status(run)}", ""]
     if run.offline:
@@ -65,7 +65,7 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
 
 
 def source_table(run: ReportData) -> list[tuple[str, str, str, str]]:
-    """(source, tasks, accuracy before, accuracy after) of held-out tasks of several sources; [] of one."""
+    """Return (source, tasks, accuracy before, accuracy after) of held-out tasks; [] for a single source."""
     sides = [{} if side is None else side.sources for side in (run.before, run.after)]
     return [
         (source, str(tasks), *(f"{side[source][0]:.1%}" if source in side else "—" for side in sides))  # type: ignore[misc]
@@ -87,7 +87,7 @@ def percent(evaluation: EvaluationResult | None) -> str:
 
 
 def accuracy(evaluation: EvaluationResult | None) -> str:
-    """Accuracy with its standard error, and pass@k where tasks have several answers."""
+    """Return the accuracy with its standard error, and pass@k if tasks have several answers."""
     if evaluation is None or evaluation.accuracy is None:
         return "—"
     text = _with_error(evaluation.accuracy, evaluation.standard_error)
@@ -104,7 +104,7 @@ def _with_error(share: float, error: float | None) -> str:
 
 
 def sampling(config: EvaluationConfig) -> str:
-    """Sampling of held-out tasks, e.g. ``8 answers at temperature 0.6, top-p 0.95``."""
+    """Describe the sampling of held-out tasks, e.g. ``8 answers at temperature 0.6, top-p 0.95``."""
     if not config.temperature:
         return "greedy"
     kept = (f", top-p {config.top_p:g}" if config.top_p < 1 else "") + (
@@ -124,7 +124,7 @@ def asked(run: ReportData, evaluation: EvaluationResult | None) -> str:
 
 
 def points_gained(run: ReportData) -> float | None:
-    """Points of held-out accuracy gained."""
+    """Return the gain in held-out accuracy, in percentage points."""
     if run.before is None or run.after is None or run.before.accuracy is None or run.after.accuracy is None:
         return None
     return 100 * (run.after.accuracy - run.before.accuracy)
@@ -138,7 +138,7 @@ def status(run: ReportData) -> str:
 
 
 def duration(seconds: float) -> str:
-    """``8 min 12 s``; tenths below a minute."""
+    """Return ``8 min 12 s``; with tenths below a minute."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
@@ -147,12 +147,12 @@ def duration(seconds: float) -> str:
 
 
 def clean(text: str) -> str:
-    """Without control characters: what a model writes must not steer a terminal or break a page."""
+    """Replace control characters: a model's text must not control a terminal or break a page."""
     return "".join(c if c.isprintable() or c == "\n" else "�" for c in text)
 
 
 def _shared_start(texts: Sequence[str]) -> int:
-    """Length of the words with which all texts begin; 0 when that is little, or all there is."""
+    """Return the length of the words that all texts begin with; 0 if it is short, or all texts are equal."""
     same = len(commonprefix(list(texts)).rpartition(" ")[0]) if len(set(texts)) > 1 else 0
     return same if same >= 20 else 0
 

@@ -1,4 +1,4 @@
-"""Timeline of a run: the phases that processes wrote to ``timeline/*.jsonl``, cut and summed for the report."""
+"""Timeline of a run: the phases that processes wrote to ``timeline/*.jsonl``, split and summed for the report."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megarl.core.metrics import COMMAND
 WAITING = frozenset({"rollout", "evaluation", "wait_for_engine"})
 """Phases in which a trainer rank waits for explorer and engines."""
 CONTAINER = "step"
-"""The phase that holds the others of a step; what it spends in none of them is shown as ``other``."""
+"""Phase that contains a step's other phases; its remaining time is shown as ``other``."""
 
 
 class TimedPhase(NamedTuple):
-    """A stretch of one process's time; ``step`` counts from 0."""
+    """A phase of one process; ``step`` counts from 0."""
 
     name: str
     start: float
@@ -27,8 +27,8 @@ class TimedPhase(NamedTuple):
 
 
 def exclusive(phases: Iterable[TimedPhase]) -> list[TimedPhase]:
-    """Phases of one process cut so that each moment belongs to the innermost; ``step`` becomes the enclosing step's
-    (None outside of steps), and the rest of a step is called ``other``."""
+    """Split the phases of one process so that each moment belongs to the innermost phase. ``step`` becomes the
+    enclosing step's (None outside of steps), and the rest of a step is called ``other``."""
     pieces: list[TimedPhase] = []
     stack: list[TimedPhase] = []
     at = -math.inf
@@ -48,7 +48,7 @@ def exclusive(phases: Iterable[TimedPhase]) -> list[TimedPhase]:
 
     for phase in sorted(phases, key=lambda p: (p.start, -p.end)):
         # Start and length are rounded and come from two clocks, so neighbours may overlap a little, and a phase may
-        # seem to outlast the one that holds it: where the greater part lies decides.
+        # seem to outlast its container: the larger part decides.
         while stack and stack[-1].end - phase.start < (phase.end - phase.start) / 2:
             stack[-1] = stack[-1]._replace(end=min(stack[-1].end, phase.start))
             advance(phase.start)
@@ -61,7 +61,8 @@ def exclusive(phases: Iterable[TimedPhase]) -> list[TimedPhase]:
 
 
 def last_start(timelines: Mapping[str, Sequence[TimedPhase]]) -> tuple[float, float] | None:
-    """(start, end) of the last start, from the command until the engines had joined; None where none was recorded."""
+    """Return (start, end) of the last start, from the command until the engines had joined; None if none was
+    recorded."""
     began = [phase.start for phase in timelines.get(COMMAND, ()) if phase.name == "import"]
     joined = [phase.end for phase in timelines.get("trainer_0", ()) if phase.name == "wait_for_engine"]
     ends = [end for end in joined if began and end > began[-1]]
@@ -69,7 +70,8 @@ def last_start(timelines: Mapping[str, Sequence[TimedPhase]]) -> tuple[float, fl
 
 
 def without_refused(phases: Sequence[TimedPhase]) -> list[TimedPhase]:
-    """Return the command's phases without starts that spawned no process: refused ones, and those of a finished run."""
+    """Return the command's phases without starts that spawned no process: refused starts, and starts of a finished
+    run."""
     starts: list[list[TimedPhase]] = [[]]
     for phase in phases:
         if phase.name == "import":
@@ -79,7 +81,7 @@ def without_refused(phases: Sequence[TimedPhase]) -> list[TimedPhase]:
 
 
 def union(phases: Iterable[TimedPhase], *, bridge_s: float = 0.0) -> list[tuple[float, float]]:
-    """(start, end) of the time that any of the phases covers; gaps of up to ``bridge_s`` count as covered."""
+    """Return (start, end) of the time covered by any phase; gaps of up to ``bridge_s`` count as covered."""
     spans: list[tuple[float, float]] = []
     for phase in sorted(phases, key=lambda p: p.start):
         if spans and phase.start <= spans[-1][1] + bridge_s:
@@ -90,8 +92,8 @@ def union(phases: Iterable[TimedPhase], *, bridge_s: float = 0.0) -> list[tuple[
 
 
 def rows(process: str, phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
-    """A process's phases as rows without overlap: one row for a trainer rank, which does one thing at a time; one a
-    kind of phase for a process that does several at once."""
+    """Return a process's phases as rows without overlap: one row for a trainer rank, which runs one phase at a time;
+    one row per kind of phase for other processes."""
     if kind_of(process) is ProcessKind.TRAINER:
         return [exclusive(phases)]
     kinds: dict[str, list[TimedPhase]] = defaultdict(list)
@@ -101,7 +103,7 @@ def rows(process: str, phases: Sequence[TimedPhase]) -> list[list[TimedPhase]]:
 
 
 def seconds_by_phase(process: str, phases: Sequence[TimedPhase]) -> dict[str, float]:
-    """Seconds that a process spent in each phase, most first; those of a trainer rank add up."""
+    """Return the seconds of a process in each phase, largest first; a trainer rank's phases do not overlap."""
     total: dict[str, float] = defaultdict(float)
     for row in rows(process, phases):
         for piece in row:
@@ -110,7 +112,8 @@ def seconds_by_phase(process: str, phases: Sequence[TimedPhase]) -> dict[str, fl
 
 
 def seconds_by_step(phases: Sequence[TimedPhase]) -> dict[int, dict[str, float]]:
-    """Step (from 1) -> seconds in each of its phases; of a step that was done again after a resume, the last time."""
+    """Return step (from 1) -> seconds in each of its phases; a step repeated after a resume counts once, the last
+    time."""
     last = {p.step: p for p in sorted(phases, key=lambda p: p.start) if p.name == CONTAINER and p.step is not None}
     found: dict[int, dict[str, float]] = {
         step + 1: defaultdict(float) for step in sorted(s for s in last if s is not None)

@@ -1,1 +1,1 @@
-"""The directory of a run: its owner, its content, its repair."""
+"""The directory of a run: its owner, its contents, its repair."""

@@ -1,4 +1,4 @@
-"""Settings against those that a run directory was made with. Imports nothing heavy."""
+"""Comparison of settings with those that a run directory was made with. No heavy imports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HARMLESS = (
     "run.mode", "run.number",
     "rollout.nodes", "store.outage_s", "store.folder", "trainer.trackers",
 )  # fmt: skip
-"""Settings that change nothing of what a run computes or where it lies."""
+"""Settings that change neither a run's results nor its paths."""
 FREE = (
     "run",
     "cluster",
@@ -94,28 +94,28 @@ FREE = (
         for name in ("workers", "hosts", "backlog", "code.url", "code.python", "judge.concurrency", "judge.cache")
     ),
 )
-"""Settings, and groups of them, that change neither the training's mathematics nor verdicts: where and how fast a job
-computes, how long it waits, what it logs and keeps. Timeouts and retries of rewards are not among them: an answer
-without a verdict is dropped. ``run.allow_changes`` confirms all others when a run goes on."""
+"""Settings, and groups of settings, that change neither training nor verdicts: where and how fast a job computes,
+timeouts, logs, retention. Timeouts and retries of rewards are not included: an answer without a verdict is dropped.
+When a run goes on, ``run.allow_changes`` must confirm all other changes."""
 
 
 ORDERED = ("buffer.operators",)
-"""Groups of settings whose order counts."""
+"""Groups of settings with a significant order."""
 
 
 class Change(NamedTuple):
-    """A setting with another value than before."""
+    """A setting with a changed value."""
 
     setting: str
     old: Any
     new: Any
 
     def trains(self) -> bool:
-        """Return True if it may change what a run learns, verdicts included, so that it must be confirmed."""
+        """Return True if the change may affect what a run learns, verdicts included, so that it must be confirmed."""
         if self.setting == "reward.judge.url":
             return not {None, JUDGE_IS_ROLLOUT}.isdisjoint(
                 (self.old, self.new)
-            )  # else the same judge at another address
+            )  # otherwise the same judge at another address
         return not is_in(of_any_teacher(self.setting), FREE)
 
 
@@ -125,7 +125,7 @@ def of_any_teacher(setting: str) -> str:
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> Iterator[Change]:
-    """Differences of two trees of settings."""
+    """Yield the differences between two trees of settings."""
     for key in dict.fromkeys([*old, *new]):
         before, after, name = old.get(key), new.get(key), f"{where}.{key}" if where else key
         if isinstance(before, Mapping) and isinstance(after, Mapping):
@@ -137,12 +137,12 @@ def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> 
 
 
 def described(changed: Iterable[Change]) -> str:
-    """``trainer.seed was 1, now 2, …``, of the first ``SHOWN``."""
+    """Return ``trainer.seed was 1, now 2, …`` for the first ``SHOWN`` changes."""
     return first_of(listed(changed), SHOWN)
 
 
 def listed(changed: Iterable[Change]) -> list[str]:
-    """Each change in words, without the passwords that URLs may have."""
+    """Describe each change, without the passwords in URLs."""
     return [f"{c.setting} was {masked_text(str(c.old))}{_lost(c.old)}, now {masked_text(str(c.new))}" for c in changed]
 
 
@@ -152,12 +152,12 @@ def _lost(value: Any) -> str:
 
 
 def is_in(setting: str, names: Iterable[str]) -> bool:
-    """``names`` has the setting or a group that it is in."""
+    """Return True if ``names`` has the setting or one of its groups."""
     return any(setting == name or setting.startswith(f"{name}.") for name in names)
 
 
 def changes_since_last_start(config: Config, run_dir: Path) -> list[Change]:
-    """Differences that matter from the settings of the run's last start; [] when it never started.
+    """Return the relevant changes since the run's last start; [] if it never started.
 
     Raises:
         ConfigError: ``resolved.json`` cannot be read.
@@ -170,5 +170,5 @@ def changes_since_last_start(config: Config, run_dir: Path) -> list[Change]:
 
 
 def has_checkpoints(run_dir: Path) -> bool:
-    """Return True if a run in this directory has anything to lose: a finished checkpoint, of its warm start too."""
+    """Return True if the directory has a finished checkpoint, also of a warm start."""
     return any((run_dir / "checkpoints").rglob("state.json"))

@@ -1,5 +1,4 @@
-"""A check that leaves nothing behind: rows and a model that the job would make are made in a temporary folder, and
-removed."""
+"""A check without lasting files: missing rows and models are made in a temporary folder, which is removed."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from megarl.run.run_dir.prepare import missing_data, needs_model, with_prompt_li
 
 @contextmanager
 def scratch(config: Config) -> Iterator[Config]:
-    """The settings with temporary paths for what is to be made. Errors that are raised inside name the real paths.
+    """Yield the settings with temporary paths for missing files. Errors raised inside the block name the real paths.
 
     Raises:
-        ConfigError: as ``prepare.make``; or what is to be made could not be written to its real place.
+        ConfigError: as ``prepare.make``; or a missing file could not be written to its real path.
     """
     with tempfile.TemporaryDirectory(prefix="megarl-check-") as folder:
         real: dict[str, str] = {}
@@ -37,7 +36,7 @@ def scratch(config: Config) -> Iterator[Config]:
 
 
 def _made_in(folder: Path, config: Config, real: dict[str, str]) -> Config:
-    """Make what is missing in ``folder``; ``real`` is given the path for which each temporary one stands."""
+    """Make missing files in ``folder``; record temporary path -> real path in ``real``."""
     missing = missing_data(config)
     files = {split: folder / split / path.name for split, path in missing.items()}
     for split, path in missing.items():
@@ -46,7 +45,7 @@ def _made_in(folder: Path, config: Config, real: dict[str, str]) -> Config:
     write_data(config, files)
     moved: dict[str, Any] = {split: str(path) for split, path in files.items()}
     config = replace(config, taskset=replace(config.taskset, **moved))
-    if config.taskset.process is not None and config.reward.judge.cache is not None:  # the function may ask a model
+    if config.taskset.process is not None and config.reward.judge.cache is not None:  # its function may ask a model
         judge = replace(config.reward.judge, cache=str(folder / "judge_cache.db"))
         config = replace(config, reward=replace(config.reward, judge=judge))
     if needs_model(config):
@@ -60,7 +59,7 @@ def _made_in(folder: Path, config: Config, real: dict[str, str]) -> Config:
 
 @contextmanager
 def no_bytecode() -> Iterator[None]:
-    """Import a user's files, here and in child processes, without ``__pycache__`` beside them."""
+    """Prevent ``__pycache__`` next to a user's files, in this process and its children."""
     name = "PYTHONDONTWRITEBYTECODE"
     before, in_environment = sys.dont_write_bytecode, os.environ.get(name)
     sys.dont_write_bytecode, os.environ[name] = True, "1"

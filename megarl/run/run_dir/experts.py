@@ -23,22 +23,22 @@ from megarl.tasks.row_files import RowLocation, read_table
 log = logging.getLogger(__name__)
 
 RUN = "run:"
-"""Begins the name of a source that is a run's directory."""
+"""Prefix of a source that is a run's directory."""
 SCORE, TEACHER_LOGP = "score", "teacher_logp"
-"""Columns that expert rows may have beside those of demonstrations."""
+"""Columns of expert rows in addition to those of demonstrations."""
 
 
 def from_source(config: Config, source: str) -> Config:
-    """The settings with a source in the place of ``taskset.expert``, so that messages name its rows."""
+    """Return the settings with ``source`` as ``taskset.expert``, so that messages name its rows."""
     return replace(config, taskset=replace(config.taskset, expert=source))
 
 
 def read_experts(config: Config) -> list[ExpertExperience]:
-    """Rows of ``taskset.expert``, with the templates of ``taskset`` around prompts.
+    """Return the rows of ``taskset.expert``, with the templates of ``taskset`` applied to prompts.
 
     Raises:
-        DataError: a row is no demonstration, its score is no finite number, or its ``teacher_logp`` has another length
-            than the response has tokens.
+        DataError: a row is not a demonstration, its score is not finite, or its ``teacher_logp`` does not have one
+            value per response token.
     """
     path = Path(str(config.taskset.expert))
     tasks = [row for row in read_split(config, "expert") if isinstance(row, Task)]
@@ -76,11 +76,10 @@ def _is_finite(value: Any) -> bool:
 
 
 def read_run(run_dir: Path, min_score: float) -> list[ExpertExperience]:
-    """Single responses of a run's training that scored at least ``min_score``, with their log-probs.
+    """Return a run's single-turn training responses with a score of at least ``min_score``, and their log-probs.
 
-    Left out and counted in the log: trajectories of several turns, truncated or empty ones. Tasks with images are left
-    out too.
-    The log-probs stay where the response's text becomes the same tokens again.
+    Excluded and counted in the log: multi-turn, truncated and empty trajectories. Tasks with images are excluded too. A
+    response keeps its log-probs if its text encodes to the same tokens.
 
     Raises:
         DataError: there is no run, or it has no such response.
@@ -124,5 +123,5 @@ def _of_trajectory(
 
 
 def tokenizer_digest(model: Path) -> str:
-    """Digest of a model's tokenizer.json: log-probs belong to its tokens."""
+    """Return the digest of a model's tokenizer.json: log-probs are valid only for its tokens."""
     return hashlib.blake2b((model / "tokenizer.json").read_bytes(), digest_size=8).hexdigest()

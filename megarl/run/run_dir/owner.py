@@ -1,4 +1,4 @@
-"""Whose a run directory is: one job's at a time, and of several attempts of it only the newest one's."""
+"""Ownership of a run directory: by one job at a time, and by the newest of its attempts."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from megarl.weights.checkpoint.training.manifest import current_attempt
 log = logging.getLogger(__name__)
 
 KEY = "key"
-"""File of a run's directory."""
+"""File in the run's directory with its key."""
 WAIT_S = 0.1
 ORPHANS_S = 40.0
-"""Seconds that a start waits for the processes of a supervisor that was killed: longer than they take to end."""
+"""Seconds that a start waits for the processes of a killed supervisor: longer than they take to end."""
 DEAD = "0"
-"""Number in /proc of a process that took a lock and is dead, as some pid namespaces show it."""
+"""Owner of a lock in /proc/<pid>/fdinfo after its death, as some pid namespaces show it."""
 
 
 def check_writable(setting: str, folder: Path) -> None:
-    """Raise ConfigError unless ``folder`` can be made and written in; makes nothing."""
+    """Raise ConfigError unless ``folder`` is writable or can be made; makes nothing."""
     nearest = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=nearest):
@@ -47,15 +47,14 @@ def check_writable(setting: str, folder: Path) -> None:
 
 @contextmanager
 def own_run_dir(run_dir: Path, program: str = TRAIN) -> Iterator[int]:
-    """Hold the run directory for a program: two jobs of one program would overwrite each other's state.
+    """Lock the run directory for a program: two jobs of one program would overwrite each other's state.
 
-    Yields the lock's descriptor. Every process that keeps it open holds the directory too, so that after the death of
-    a supervisor the next one waits until all of the job's processes are gone, and ends those that outlive ORPHANS_S.
-    A Slurm job that was requeued fences its earlier self first: where a node's daemon was killed, that goes on and
-    does not know.
+    Yields the lock's descriptor. Every process that keeps it open also holds the lock. So after a supervisor's death
+    the next one waits for the job's remaining processes, and kills them after ORPHANS_S. A requeued Slurm job first
+    fences its earlier self, which may still run if its node's daemon was killed.
 
     Raises:
-        ConfigError: another live job holds it.
+        ConfigError: another live job holds the lock.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -77,7 +76,7 @@ def own_run_dir(run_dir: Path, program: str = TRAIN) -> Iterator[int]:
 
 
 def held_locks(run_dir: Path, program: str) -> list[str]:
-    """Names of locks of other programs than this one that are held now."""
+    """Return the names of locks that other programs hold now."""
     held = []
     for path in run_dir.glob("lock*"):
         with path.open("rb") as handle:
@@ -101,11 +100,11 @@ def _lock(run_dir: Path, handle: IO[str], program: str) -> None:
         if earlier_self and not fenced:
             next_attempt(run_dir, program=program)
             fenced = True
-        lives = not earlier_self and here and _is_alive(pid, started)
+        lives = not earlier_self and here and is_alive(pid, started)
         if lives or time.monotonic() > deadline:
             holders = _holders(handle)
             orphans = [holder for holder, owner in holders.items() if owner in (pid, DEAD)]
-            if ended or not here or _is_alive(pid, started) or not orphans:
+            if ended or not here or is_alive(pid, started) or not orphans:
                 raise ConfigError(_in_use(run_dir, pid, host, lives, holders))
             _end(orphans, pid)
             ended, deadline = True, time.monotonic() + ORPHANS_S
@@ -130,12 +129,12 @@ def _in_use(run_dir: Path, pid: str, host: str, lives: bool, holders: Iterable[i
 
 
 def _holders(handle: IO[str]) -> dict[int, str]:
-    """Living processes of this machine that hold the lock -> the process that took it, whose descriptor they
-    inherited."""
+    """Return living process of this machine that holds the lock -> process that took the lock and passed on its
+    descriptor."""
     found: dict[int, str] = {}
     lock = os.fstat(handle.fileno())
     for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # the process has ended, or is another user's
             for number in os.listdir(folder / "fd"):
                 if os.path.samestat((folder / "fd" / number).stat(), lock):
                     text = (folder / "fdinfo" / number).read_text()
@@ -144,10 +143,10 @@ def _holders(handle: IO[str]) -> dict[int, str]:
 
 
 def _end(orphans: Sequence[int], supervisor: str) -> None:
-    """Kill what a supervisor that is dead has left: its reaper is gone too, or would have done it.
+    """Kill the remaining processes of a dead supervisor without a reaper.
 
-    A process that leads a session ends with all of it, as the job's own do. Of any other process the group may be the
-    shell's that started the job, and this process's own: only it is killed.
+    A session leader, like the job's processes, is killed with its session. Any other process is killed alone: its group
+    may be the shell's that started the job, and this process's.
     """
     names = ", ".join(f"process {pid}" for pid in orphans)
     log.warning("ending %s: left of process %s, which is dead, and alive %g s later", names, supervisor, ORPHANS_S)
@@ -160,7 +159,7 @@ def _end(orphans: Sequence[int], supervisor: str) -> None:
 
 
 def run_key(run_dir: Path) -> str:
-    """Key of a run that has several programs, which all of them know by its directory. Raises ConfigError."""
+    """Return the key of a run with several programs, stored in its directory for all of them. Raises ConfigError."""
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -171,8 +170,7 @@ def run_key(run_dir: Path) -> str:
 
 
 def run_id(run_dir: Path) -> str:
-    """The run's identity, made when it is first asked for; its store has it too, so that no other run's is taken for
-    it."""
+    """Return the run's identity, made at the first call. The store has it too, to detect another run's store."""
     path = run_dir / "run_id"
     if not path.is_file():
         write_text(path, secrets.token_hex(8))
@@ -180,36 +178,36 @@ def run_id(run_dir: Path) -> str:
 
 
 def _holder(text: str) -> tuple[str, str, str, str]:
-    """Process, machine and Slurm job that wrote the lock, and the process's start in clock ticks."""
+    """Return (process, machine, Slurm job, start of the process in clock ticks) of the lock's owner."""
     pid, host, job, started, *_ = [*text.split(" "), "", "", "", ""]
     return pid, host, job, started
 
 
-def _is_alive(pid: str, started: str) -> bool:
-    """Return True if the process lives, and is no later one of the same number. ``started`` is empty in a lock of an
-    older version."""
+def is_alive(pid: str, started: str) -> bool:
+    """Return True if the process lives and its number was not reused. ``started`` is empty in a lock of an older
+    version."""
     if not (pid.isascii() and pid.isdecimal()) or (started and str(start_ticks(int(pid))) != started):
         return False
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
         return False
-    return state != "Z"  # dead, and its parent has not asked yet
+    return state != "Z"  # a zombie: dead, but its parent has not waited for it
 
 
 def next_attempt(run_dir: Path, last: int | None = None, program: str = TRAIN) -> int:
     """Count a start of a job, which fences all earlier ones of its program.
 
-    Weights versions carry the number of the trainer's program, so none is ever used twice.
+    Weights versions contain the trainer's attempt, so none is ever reused.
 
     Args:
-        last: The newest attempt that the caller knows of; None fences whatever there is.
+        last: The caller's newest attempt; None fences any attempt.
 
     Raises:
-        FencedError: a later one than ``last`` has begun.
+        FencedError: a later attempt than ``last`` has begun.
     """
     path = run_dir / of_program("attempt", program)
-    with path.with_name(f"{path.name}.lock").open("a") as lock:  # two heads of one run may count at the same time
+    with path.with_name(f"{path.name}.lock").open("a") as lock:  # two heads of one run may count simultaneously
         fcntl.flock(lock, fcntl.LOCK_EX)
         if last is not None:
             check_fence(run_dir, last, program)
@@ -219,6 +217,6 @@ def next_attempt(run_dir: Path, last: int | None = None, program: str = TRAIN) -
 
 
 def check_fence(run_dir: Path, attempt: int, program: str = TRAIN) -> None:
-    """Raise FencedError where a later attempt of the program has begun."""
+    """Raise FencedError if a later attempt of the program has begun."""
     if (newest := current_attempt(run_dir, program)) > attempt:
         raise FencedError(f"attempt {newest} of the run in {run_dir} has begun; attempt {attempt} ends")

@@ -1,6 +1,6 @@
-"""Makes what a run needs and does not have yet: its tasks, and a model from scratch.
+"""Makes a run's missing files: its tasks, and a model from scratch.
 
-Both carry the settings that they were made with. Other settings make them again, unless a run is based on them.
+Both record the settings that they were made with. Other settings make them again, unless a run has begun with them.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from megarl.tasks.templates.template import writes_date
 log = logging.getLogger(__name__)
 
 MODEL_RECIPE = ".from_scratch.json"
-"""Hidden, so that it is not copied into an exported checkpoint."""
+"""Hidden file, so that it is not copied into an exported checkpoint."""
 
 
 def prepare_data(config: Config, *, verbose: bool = False) -> None:
-    """Write the taskset's files that are missing, or that were made with other settings, where it names a generator.
-    That of the expert rows only for an algorithm that needs them.
+    """Generate the taskset's files that are missing or were made with other settings, if it names a generator. Expert
+    rows are generated only for an algorithm that needs them.
 
     Raises:
         ConfigError: a file is missing and there is no generator; the generator or an option is unknown; or a file made
-            with other settings belongs to a run that has begun, or lies where other runs may use it.
+            with other settings belongs to a run that has begun, or is outside of the run's directory.
     """
     missing = missing_data(config)
     write_data(config, missing)
@@ -60,13 +60,12 @@ def prepare_data(config: Config, *, verbose: bool = False) -> None:
 
 
 def missing_data(config: Config) -> dict[str, Path]:
-    """Files of the taskset, by split, that are to be written: missing ones, and those that were made with other
-    settings.
+    """Return the taskset's files to generate, by split: missing ones, and files made with other settings.
 
     Raises ConfigError as ``prepare_data``.
     """
     taskset, files = config.taskset, _files(config)
-    missing = {split: path for split, path in files.items() if not path.exists()}  # a folder has Harbor tasks
+    missing = {split: path for split, path in files.items() if not path.exists()}  # may be a folder of Harbor tasks
     missing_sources = [
         f"taskset.{split}.{name}.path={source.path}"
         for split in splits_of(config)
@@ -102,7 +101,7 @@ def missing_data(config: Config) -> dict[str, Path]:
 
 
 def write_data(config: Config, files: Mapping[str, Path]) -> None:
-    """Generate the rows of these splits, if any."""
+    """Generate the rows of these splits."""
     taskset, kind = config.taskset, kind_of_rows(config)
     if files and taskset.generate is not None:
         log.info("writing %s of %s: %s", kind, taskset.generate, ", ".join(files))
@@ -126,18 +125,18 @@ def _sizes(config: Config) -> dict[str, int]:
 
 
 def prepare_model(config: Config) -> None:
-    """Write a randomly initialised HF checkpoint to ``model.path`` when there is none and the settings describe one.
+    """Write a randomly initialised HF checkpoint to ``model.path`` if it is missing and the settings describe one.
 
     Raises:
-        ConfigError: there is no checkpoint and ``model.from_scratch`` is not set, or one cannot be made here; one that
-            is to be made again has other files beside it.
+        ConfigError: there is no checkpoint and ``model.from_scratch`` is not set, or it cannot be made here; or the
+            folder of a checkpoint to make again has other files.
     """
     if needs_model(config):
         write_model(config, Path(config.model.path))
 
 
 def needs_model(config: Config) -> bool:
-    """Return True if ``model.path`` is to be made: it is missing, or was made with other settings.
+    """Return True if ``model.path`` must be made: it is missing, or was made with other settings.
 
     Raises ConfigError as ``prepare_model``.
     """
@@ -161,8 +160,8 @@ def needs_model(config: Config) -> bool:
             )
         return True
     if wanted is None or has_checkpoints(Path(config.run.dir)) or not (path / MODEL_RECIPE).is_file():
-        return False  # a run goes on with the model that it began with; a model of other making is the user's own
-    changed = list(changes(_read_model_recipe(path), _model_recipe(config, _texts(config))))
+        return False  # keep the model of a run that has begun, and a model without recipe, which is the user's
+    changed = list(changes(_read_model_recipe(path), model_recipe(config, _texts(config))))
     if changed:
         _check_replaceable(config, path, changed, "model.from_scratch=null")
         log.info("the model was made with other settings: %s", described(changed))
@@ -170,20 +169,20 @@ def needs_model(config: Config) -> bool:
 
 
 def write_model(config: Config, path: Path) -> None:
-    """Make the model from scratch that the settings describe, in place of what is in ``path``.
+    """Make the model from scratch that the settings describe, replacing the contents of ``path``.
 
     Raises:
-        ConfigError: it cannot be made, or not be written there.
+        ConfigError: the model cannot be made, or not written there.
     """
     wanted, texts = config.model.from_scratch, _texts(config)
     assert wanted is not None, "needs_model has seen it"
     log.info("making a %s model from scratch in %s", wanted.model_type, path)
-    from megarl.learn.models.from_scratch import create  # seconds of imports
+    from megarl.learn.models.from_scratch import create  # the import takes seconds
 
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")
     try:
         create(temporary, wanted, texts[0], config.trainer.seed, texts[1])
-        (temporary / MODEL_RECIPE).write_text(json.dumps(_model_recipe(config, texts), indent=1))
+        (temporary / MODEL_RECIPE).write_text(json.dumps(model_recipe(config, texts), indent=1))
         _check_only(path, {entry.name for entry in temporary.iterdir()})
         replace_directory(temporary, path)
     except (OSError, SafetensorError) as error:
@@ -193,7 +192,7 @@ def write_model(config: Config, path: Path) -> None:
 
 
 def make(config: Config) -> Config:
-    """Make rows and model where they are missing, and return the settings with what follows from them.
+    """Make missing rows and a missing model, and return the settings with values derived from them.
 
     Raises as ``prepare_data``, ``prepare_model`` and ``with_prompt_limit``.
     """
@@ -203,8 +202,8 @@ def make(config: Config) -> Config:
 
 
 def with_prompt_limit(config: Config) -> Config:
-    """The settings with ``rollout.max_prompt_tokens`` and ``taskset.date``, which a run keeps from its start and a new
-    one takes from its rows, and from the clock where the model's chat template writes the day.
+    """Return the settings with ``rollout.max_prompt_tokens`` and ``taskset.date``. A run keeps both from its start. A
+    new run takes the limit from its rows, and today's date if the model's chat template writes the date.
 
     Raises:
         DataError, CheckpointError: rows or tokenizer cannot be read.
@@ -222,7 +221,7 @@ def with_prompt_limit(config: Config) -> Config:
         try:
             processor = processor_of(config, [rows])
         except CheckpointError:
-            # The checks that follow name what is wrong: for one, a model that takes text only.
+            # Later checks name the cause, e.g. a model that takes text only.
             processor, rows = None, [row for row in rows if not row.images]
         lengths = lengths_with_images(rows, tokenizer, processor, path=place_of)
         for row, length in zip(rows, lengths, strict=True):
@@ -233,8 +232,8 @@ def with_prompt_limit(config: Config) -> Config:
 
 
 def with_limit_of_run(config: Config) -> Config:
-    """The settings with the ``rollout.max_prompt_tokens`` and ``taskset.date`` of the run that has begun in
-    ``run.dir``, where they leave them out."""
+    """Return the settings with missing ``rollout.max_prompt_tokens`` and ``taskset.date`` filled in from the run in
+    ``run.dir``, if it has begun."""
     resolved = Path(config.run.dir) / "resolved.json"
     rollout, taskset = config.rollout, config.taskset
     if None not in (rollout.max_prompt_tokens, taskset.date) or not (
@@ -248,7 +247,7 @@ def with_limit_of_run(config: Config) -> Config:
 
 
 def _texts(config: Config) -> tuple[list[str], str]:
-    """Prompts that a tokenizer is trained on, and the characters that only their answers have."""
+    """Return the prompts that a tokenizer is trained on, and the characters that only their answers have."""
     rows = read_split(config, "train" if config.taskset.warm_start is None else "warm_start")
     prompts = [_text(row, m.get("content") or "") for row in rows for m in row.prompt]
     answers = (row.chosen + row.rejected if isinstance(row, Preference) else row.response or "" for row in rows)
@@ -256,11 +255,13 @@ def _texts(config: Config) -> tuple[list[str], str]:
 
 
 def _text(row: Task | Preference, content: str) -> str:
-    """The content without the placeholders of the row's images: what the model reads there is no text."""
+    """Return the content without image placeholders, which the model does not read as text."""
     return content.replace(PLACEHOLDER, "") if row.images else content
 
 
-def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:
+def model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any]:
+    """Return the recipe of a generated model: its settings by name, the seed, and a digest of its tokenizer's training
+    texts."""
     assert config.model.from_scratch is not None
     values = asdict(config.model.from_scratch)
     tower = values.pop("vision")
@@ -271,15 +272,15 @@ def _model_recipe(config: Config, texts: tuple[list[str], str]) -> dict[str, Any
 
 
 def _is_of_run(config: Config, path: Path) -> bool:
-    """Return True if a path lies in the run's directory."""
+    """Return True if a path is in the run's directory."""
     return path.resolve().is_relative_to(Path(config.run.dir).resolve())
 
 
 def _check_replaceable(config: Config, path: Path, changed: list[Change], kept_by: str) -> None:
-    """Refuse to replace generated files on which a run depends. ``kept_by``: the setting that takes them as they are.
+    """Refuse to replace generated files that a run depends on. ``kept_by``: the setting that accepts them as they are.
 
     Raises:
-        ConfigError: a run has begun with it, or it lies outside the run's directory.
+        ConfigError: a run has begun with the file, or it is outside of the run's directory.
     """
     run_dir = Path(config.run.dir)
     if has_checkpoints(run_dir):
@@ -296,7 +297,7 @@ def _check_replaceable(config: Config, path: Path, changed: list[Change], kept_b
 
 
 def _check_only(path: Path, names: Collection[str]) -> None:
-    """Raise ConfigError where the directory of a model has other files than those with which one is made."""
+    """Raise ConfigError if a model's directory has files besides those that making a model writes."""
     other = sorted({entry.name for entry in path.iterdir()} - set(names)) if path.exists() else []
     if other:
         raise ConfigError(

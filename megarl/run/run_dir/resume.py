@@ -1,4 +1,4 @@
-"""Checks of a run directory in which a job starts again: sound, finished, and of these settings."""
+"""Checks of a run directory before a resume: complete files, unfinished, the same settings."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ from megarl.weights.checkpoint.training.manifest import (
 log = logging.getLogger(__name__)
 
 SIZES = ("parallel.dp", "rollout.replicas", *(f"{role}.parallel.dp" for role in (*ROLES, "teachers.*")))
-"""Settings that an attempt on fewer nodes may lower (``run/nodes/fit.py``)."""
+"""Settings that an attempt on fewer nodes may reduce (``run/nodes/fit.py``)."""
 FIXED = ("model", "taskset")
-"""Groups of settings that a run keeps; see also ``_needs_another_past``."""
+"""Groups of settings that a run must keep; see also ``_needs_another_past``."""
 
 
 def is_finished(config: Config, run_dir: Path) -> bool:
-    """Return True if all that these settings ask for is done."""
+    """Return True if the run has finished with these settings."""
     if config.run.mode == "bench":
         return (run_dir / RESULT).is_file()
     found = latest(run_dir / "checkpoints")
@@ -63,25 +63,27 @@ def is_finished(config: Config, run_dir: Path) -> bool:
     if saved["phase"] != "rl" or int(saved["step"]) < config.trainer.steps:
         return False
     if is_pending(config.store.url):
-        return False  # asked again when the job has started it
+        return False  # checked again after the job has started its store
     path = sqlite_file(config.store.url)
     if path is not None and not (path.is_file() and path.stat().st_size):
         return False
     store = Store(config.store.url, read_only=True, outage_s=config.store.outage_s)
     try:
-        # Closed last of all: the files of an earlier end, at fewer steps, may still be there.
+        # The job is closed last: the files may be of an earlier end at fewer steps.
         return store.journal.job_state() == "closed"
     finally:
         store.close()
 
 
 def check_settings_of_run(config: Config, run_dir: Path) -> None:
-    """A run keeps its model and tasks, what its checkpoints hold models of, and a finished one everything.
+    """Refuse changed settings of a run's model and tasks, of roles without a model in its checkpoints, and any change
+    of a finished run.
 
-    What else changes the training is taken where ``run.allow_changes`` has it; the rest (``FREE``) is named and taken.
+    Other changes of training need ``run.allow_changes``; ``FREE`` settings may change, and all accepted changes are
+    logged.
 
     Raises:
-        ConfigError: settings differ that may not, or that are not confirmed, with both values.
+        ConfigError: settings differ that must not, or are not confirmed; names both values.
     """
     if not has_checkpoints(run_dir):
         return
@@ -112,7 +114,7 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
 
 
 def _has_trained(run_dir: Path) -> bool:
-    """Return True unless the run's only checkpoint is that of step 0, without a warm start before it."""
+    """Return True unless the run's only checkpoint is of step 0, without a warm start before it."""
     found = latest(run_dir / "checkpoints")
     if found is None or int(read_state(found)["step"]) > 0:
         return True
@@ -121,16 +123,16 @@ def _has_trained(run_dir: Path) -> bool:
 
 
 def _needs_another_past(change: Change) -> bool:
-    """Return True if the run's checkpoints lack what the new value would go on from."""
+    """Return True if the run's checkpoints lack the state that the new value needs."""
     if change.setting == "reference.refresh":
-        # The reference of the last refresh is in the checkpoints only where a number of steps was set; that of step 0
-        # is out of date.
+        # Checkpoints have the last refreshed reference only if a number of steps was set; the reference of step 0 is
+        # out of date.
         return change.new != "every_iteration" and not (isinstance(change.old, int) and isinstance(change.new, int))
     if change.setting == "algorithm.name":
         try:
             old, new = (algorithms.get(str(name)) for name in (change.old, change.new))
         except ConfigError:
-            return False  # the file of an algorithm that is used no more
+            return False  # the file of an algorithm that is no longer used
         if (old.offline, "actor" in old.roles) != (new.offline, "actor" in new.roles):
             return True
         return "critic" in new.roles - old.roles
@@ -140,14 +142,15 @@ def _needs_another_past(change: Change) -> bool:
 def set_aside_damaged(
     run_dir: Path, *, rename: bool = True, digests: bool = True, stopping: Callable[[], bool] = lambda: False
 ) -> None:
-    """Rename the newest checkpoints when their files are not as they were written, so that the one before counts.
+    """Rename the newest checkpoints if their files are damaged, so that the previous checkpoint is the latest.
 
-    Each is logged. One that was being replaced when its job was killed gets its name back first.
+    Each rename is logged. First, a checkpoint whose replacement was killed gets its name back.
 
-    Those of the warm start matter only until there is a later one. ``digests``: see ``trainer.verify_checkpoints``.
+    Checkpoints of the warm start are checked only if there is no later one. ``digests``: see
+    ``trainer.verify_checkpoints``.
 
     Raises:
-        CheckpointError: none is whole, or the newest is gone and was the only one; then nothing is renamed.
+        CheckpointError: no checkpoint is whole, or the only one is gone; then nothing is renamed.
         JobError: ``stopping`` returned True before all files were read; then nothing is renamed.
     """
     folder = run_dir / "checkpoints"
@@ -181,19 +184,19 @@ def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Call
 
 
 def _set_aside(checkpoint: Path, why: str) -> None:
-    """Rename to ``<why>_<name>``, with a number after it where an earlier one of that name is kept."""
+    """Rename to ``<why>_<name>``, with a number if that name exists."""
     names = (f"{why}_{checkpoint.name}{f'.{number}' if number > 1 else ''}" for number in itertools.count(1))
     checkpoint.rename(next(path for name in names if not exists(path := checkpoint.with_name(name))))
 
 
 def _name_latest(checkpoint: Path) -> None:
-    """Record that the newest checkpoint of its folder is this one. Raises DiskFullError."""
+    """Record this checkpoint as the latest of its folder. Raises DiskFullError."""
     with writing(checkpoint.parent / LATEST):
         write_text(checkpoint.parent / LATEST, checkpoint.name.removeprefix(PREFIX))
 
 
 def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str | None:
-    """Reason why a checkpoint cannot be loaded, as far as its files show."""
+    """Return the reason why a checkpoint cannot be loaded, found from its files; None if there is none."""
     if not (checkpoint / MANIFEST).is_file():
         return f"{checkpoint / MANIFEST} is missing"
     models = {"actor"} | {path.name for path in checkpoint.iterdir() if path.is_dir() and path.name != HF_FOLDER}
@@ -210,11 +213,11 @@ def _fault(checkpoint: Path, digests: bool, stopping: Callable[[], bool]) -> str
 
 
 def check_owner_of_store(config: Config, run_dir: Path, store: Store) -> None:
-    """Before anything is written: a run that has checkpoints goes on with its own store, or one of which no owner is
-    recorded.
+    """Check, before the first write, that a run with checkpoints goes on with its own store, or one without a recorded
+    owner.
 
     Raises:
-        ConfigError: the store is another run's, which would lose what this run does not have.
+        ConfigError: the store is another run's, which would lose data.
     """
     owner = store.journal.run_id()
     if owner is not None and owner != run_id(run_dir) and has_checkpoints(run_dir):
@@ -225,12 +228,12 @@ def check_owner_of_store(config: Config, run_dir: Path, store: Store) -> None:
 
 
 def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
-    """Make sure that the store has the steps of the newest checkpoint. Where it has lost the last ones, as after a
-    power cut, the newest checkpoint whose steps it has counts instead, and later ones are renamed.
+    """Check that the store has the steps of the newest checkpoint. If it has lost the last ones, e.g. in a power cut,
+    rename the checkpoints after the newest one that it covers.
 
     Raises:
-        ConfigError: it has those of none: it was removed, or is another run's, and the report would show a part as if
-            it were all.
+        ConfigError: the store covers no checkpoint: it was removed or is another run's, and the report would be
+            incomplete.
     """
     candidates = finished(run_dir / "checkpoints")
     steps = {path: int(read_state(path)["step"]) for path in candidates}
@@ -263,11 +266,11 @@ def check_store_of_run(config: Config, run_dir: Path, store: Store) -> None:
 
 
 def check_rows_of_run(config: Config, store: Store, split: str, tasks: Sequence[Task]) -> None:
-    """Make sure that the rows of a split are those that the store's groups were asked for with. Rows that no group is
-    of may have changed, which is logged.
+    """Check that the rows of a split match the store's groups. Changes of rows without a group are only logged.
 
     Raises:
-        ConfigError: responses would be shown, replayed and exported with the prompts and ground truths of other rows.
+        ConfigError: a row with groups has changed: responses would be shown, replayed and exported with other rows'
+            prompts and ground truths.
     """
     changed, asked = store.tasks.changed(split, tasks)
     if asked:

@@ -1,6 +1,6 @@
-"""Kinds of rows in the files of a job: the algorithm decides, the generator writes what it needs.
+"""Kinds of rows in a job's files, determined by the algorithm.
 
-Where rows have images, the model's processor counts their tokens.
+The model's processor counts the tokens of images.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ log = logging.getLogger(__name__)
 Rows = Sequence[Task | Preference]
 SPLITS = ("train", "eval")
 OWN_REWARD = "user"
-"""``data_source`` of tasks without one, where ``reward.path`` scores them all."""
+"""``data_source`` of tasks without one, if ``reward.path`` scores all tasks."""
 
 
 def splits_of(config: Config) -> tuple[str, ...]:
-    """Splits of ``SPLITS`` whose rows a job reads: a bench has no training rows."""
+    """Return the splits of ``SPLITS`` that a job reads: a bench has no training rows."""
     return ("eval",) if config.run.mode == "bench" else SPLITS
 
 
@@ -52,7 +52,7 @@ def needs_expert_rows(config: Config) -> bool:
     """Return True if the algorithm trains on ``taskset.expert``.
 
     Raises:
-        ConfigError: there is no such algorithm.
+        ConfigError: the algorithm does not exist.
     """
     from megarl.learn import algorithms  # imports torch
 
@@ -60,10 +60,10 @@ def needs_expert_rows(config: Config) -> bool:
 
 
 def kind_of_rows(config: Config) -> Kind:
-    """Kind of the rows of train and eval. Rows of warm_start and expert are demonstrations whatever the algorithm.
+    """Return the kind of the rows of train and eval. Rows of warm_start and expert are always demonstrations.
 
     Raises:
-        ConfigError: there is no such algorithm.
+        ConfigError: the algorithm does not exist.
     """
     from megarl.learn import algorithms  # imports torch
 
@@ -74,26 +74,27 @@ def kind_of_rows(config: Config) -> Kind:
 
 
 def read_split(config: Config, split: str, dropped: Counter[str] | None = None, faults: Faults | None = None) -> Rows:
-    """Rows of train, eval, warm_start or expert; their ids begin with the split's name, since two files may have one.
+    """Return the rows of a split. Their ids begin with the split's name, since two files may have equal ids.
 
-    With ``taskset.bad_rows=drop`` malformed rows are left out, but for those of expert. A run that goes on leaves out
-    the demonstrations and preferences that its start has left out, and no others.
+    With ``taskset.bad_rows=drop`` malformed rows are dropped, except expert rows. A resumed run drops the same
+    demonstrations and preferences as its start.
 
     Args:
-        dropped: Is given the number of rows that a user's file drops.
-        faults: Is given the bad rows that are left out.
+        split: train, eval, warm_start or expert.
+        dropped: The number of rows that the task processor drops is added.
+        faults: The dropped bad rows are added.
 
     Raises:
-        DataError: a row is not what the algorithm needs, with file, row and field.
+        DataError: a row does not suit the algorithm; names file, row and field.
     """
     taskset, kind = config.taskset, kind_of_rows(config) if split in SPLITS else "demonstrations"
     found: Faults | None = ({} if faults is None else faults) if drops(config, split) else None
     if kind == "tasks":
-        # A function of the user's needs no name of a verifier.
+        # A user's reward function needs no data_source.
         tasks = read_tasks(taskset, split, OWN_REWARD if config.reward.path is not None else None, found)
         return processed(tasks, taskset, split, dropped, config.reward.judge)
     path, run_dir = Path(single_file(taskset, split)), Path(config.run.dir)
-    columns = taskset.columns if split in SPLITS else {}  # warm_start and expert have columns of their own
+    columns = taskset.columns if split in SPLITS else {}  # only train and eval have ``taskset.columns``
     skipped = (
         recorded(taskset, run_dir).get(split, frozenset()) if found is not None and has_checkpoints(run_dir) else None
     )
@@ -107,12 +108,13 @@ def read_split(config: Config, split: str, dropped: Counter[str] | None = None, 
 
 
 def drops(config: Config, split: str) -> bool:
-    """Return True if bad rows of a split are left out. Expert rows are imported whole, or not at all."""
+    """Return True if bad rows of a split are dropped. Expert rows are imported completely, or not at all."""
     return config.taskset.bad_rows == "drop" and split != WHOLE
 
 
 def log_bad_rows(split: str, faults: Faults, total: int) -> None:
-    """Log how many of a split's rows ``taskset.bad_rows=drop`` leaves out, with the first of them; nothing for none."""
+    """Log the number of rows that ``taskset.bad_rows=drop`` drops from a split, and the first of them, if there are
+    any."""
     if not faults:
         return
     first = next(iter(faults.values()))
@@ -121,20 +123,20 @@ def log_bad_rows(split: str, faults: Faults, total: int) -> None:
 
 
 def place(config: Config, split: str, row: Task | Preference) -> str:
-    """``FILE: row N (taskset.SPLIT)`` of a row that ``read_split`` has read."""
+    """Return ``FILE: row N (taskset.SPLIT)`` for a row from ``read_split``."""
     return f"{place_of_row(config.taskset, split, row)} (taskset.{split})"
 
 
 def files(config: Config, split: str) -> str:
-    """Name the files of train or eval."""
+    """Return the names of the files of train or eval."""
     return ", ".join(source.path for source in sources_of(config.taskset, split).values())
 
 
 def processor_of(config: Config, splits: Iterable[Rows]) -> Processor | None:
-    """Return the processor of ``model.path``, with the limits of ``model``; None where no row has images.
+    """Return the processor of ``model.path``, with the limits of ``model``; None if no row has images.
 
     Raises:
-        CheckpointError: there is none, or it cannot be loaded.
+        CheckpointError: the processor is missing or cannot be loaded.
     """
     if not any(row.images for rows in splits for row in rows):
         return None
@@ -146,10 +148,10 @@ def processor_of(config: Config, splits: Iterable[Rows]) -> Processor | None:
 def lengths_with_images(
     rows: Sequence[Task | Preference], tokenizer: ChatTokenizer, processor: Processor | None, *, path: Place
 ) -> list[int]:
-    """Tokens of each row's prompt, images included where there is a processor.
+    """Return the number of tokens of each row's prompt, with its images if there is a processor.
 
     Raises:
-        DataError: naming file and row of a prompt that the chat template or the processor refuses.
+        DataError: names file and row of a prompt that the chat template or the processor refuses.
     """
     if processor is None:
         return [len(ids) for ids in encode_rows(rows, tokenizer, path=path)]

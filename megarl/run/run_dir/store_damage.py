@@ -1,4 +1,4 @@
-"""A run's store that is damaged or lost: a new one has the steps of the run so far."""
+"""Replacement of a run's damaged or lost store by a new one with the steps of the run so far."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ LACKS = (
     "Answers of these steps are missing in the report, and taskset.order=prioritized begins again; expert rows that "
     "were imported by hand have to be imported again; training loses nothing else, since it goes on from a checkpoint."
 )
-"""Text about a new store."""
+"""Warning about a new store's contents."""
 
 
 def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Callable[[], bool] = lambda: False) -> None:
-    """Put a new SQLite store in the place of a damaged one, with the steps of the run so far, and warn; the damaged
-    file is kept. Without ``rename`` there is only the warning. Repeat it where it was cut off.
+    """Replace a damaged SQLite store by a new one with the steps of the run so far, and warn; the damaged file is kept.
+    Without ``rename`` only warn. Safe to repeat after a kill.
 
-    SQLite comes through kills and power cuts by itself. So this is for disks that lose pages, and saves no rows: a run
-    goes on from its checkpoint, which holds all that training needs. Metrics are those of ``metrics.jsonl``; a step
-    that is missing there, and that a checkpoint has behind it, has none.
+    SQLite itself survives kills and power cuts, so this is for disks that lose pages. It saves no rows: a run goes on
+    from its checkpoint, which has all that training needs. Metrics come from ``metrics.jsonl``; steps of a checkpoint
+    that are missing there have none.
 
     Raises:
         ConfigError: ``store.url`` cannot be read.
@@ -53,7 +53,7 @@ def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Call
         return
     steps = _written(run_dir / "metrics.jsonl")
     if found == EMPTY and not steps:
-        return  # a start that was killed before the first step leaves such a file
+        return  # file of a start that was killed before the first step
     if not rename:
         log.warning("the store %s is damaged: %s; the next start sets it aside", path, found)
         return
@@ -69,8 +69,8 @@ def replace_damaged_store(config: Config, *, rename: bool = True, stopping: Call
 
 
 def fill_lost_store(config: Config, server: Server) -> None:
-    """Give a store that is new, since the run's data are on another host or gone, the steps of the run so far, and
-    warn. Safe to repeat after a kill."""
+    """Add the steps of the run so far to a new store that replaces lost data or data on another host, and warn. Safe to
+    repeat after a kill."""
     if not (lost := server.parking.lost):
         return
     run_dir = Path(config.run.dir)
@@ -89,17 +89,17 @@ def fill_lost_store(config: Config, server: Server) -> None:
 
 
 def _with_steps_behind(steps: Mapping[int, dict[str, Any]], run_dir: Path) -> dict[int, dict[str, Any]]:
-    """``steps``, and those that the newest checkpoint has behind it and that are missing there, without metrics."""
+    """Return ``steps``, and the missing steps up to the newest checkpoint without metrics."""
     newest = latest(run_dir / "checkpoints")
     behind = 0 if newest is None else int(read_state(newest)["step"])
     return dict.fromkeys(range(1, behind + 1), dict[str, Any]()) | dict(steps)
 
 
 def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | None:
-    """Reason why the store cannot be used; None where it can, or is not there. Reads all pages, and the rows that a
-    start needs.
+    """Return the reason why the store cannot be used; None if it can, or does not exist. Reads all pages, and the rows
+    that a start needs.
 
-    Raises JobError when ``stopping`` returned True before that.
+    Raises JobError if ``stopping`` returned True before the end.
     """
     if _rebuilt(path).exists():
         return "putting a new one in its place was interrupted"
@@ -117,13 +117,14 @@ def fault(path: Path, stopping: Callable[[], bool] = lambda: False) -> str | Non
     except DBAPIError as error:
         if getattr(error.orig, "sqlite_errorname", "") == "SQLITE_INTERRUPT":
             raise JobError(f"asked to stop while {path} was checked for damage") from error
-        return reason(error) if is_damage(error) else None  # the store itself waits for a lock, and reports the rest
+        return reason(error) if is_damage(error) else None  # Store waits for locks and reports other errors
     finally:
         engine.dispose()
 
 
 def _unreadable(connection: Connection) -> str | None:
-    """Read the rows that every start reads, as it does. Raises DBAPIError or ValueError for a text that is none."""
+    """Return a fault in the rows that every start reads; None without one. Raises DBAPIError, or ValueError for invalid
+    JSON."""
     there = {str(name) for (name,) in connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table in SMALL:
         for row in connection.execute(select(table)).mappings() if table.name in there else ():
@@ -135,10 +136,9 @@ def _unreadable(connection: Connection) -> str | None:
 
 
 def replace_store(path: Path, steps: Mapping[int, Mapping[str, Any]]) -> Path:
-    """Put a new store with these steps at ``path``, whole; return where the damaged one is.
+    """Put a complete new store with these steps at ``path``; return the damaged one's new path.
 
-    A kill leaves the damaged file with nothing beside it, or the whole new one as ``.rebuilt``: the next call goes on
-    with that.
+    A kill leaves only the damaged file, or the complete new one as ``.rebuilt``; the next call goes on from there.
     """
     rebuilt = _rebuilt(path)
     if not rebuilt.exists():
@@ -153,8 +153,8 @@ def replace_store(path: Path, steps: Mapping[int, Mapping[str, Any]]) -> Path:
         sync_folder(path.parent)
     names = [path.with_name(f"{path.name}.damaged{number}") for number in ("", *(f"_{n}" for n in range(2, 1000)))]
     taken = sum(name.exists() for name in names)
-    aside = names[taken if path.exists() else max(taken - 1, 0)]  # without ``path`` it was moved before a kill
-    for name in reversed(_FILES):  # SQLite looks for the log under the name of its file
+    aside = names[taken if path.exists() else max(taken - 1, 0)]  # if ``path`` is missing, it was moved before a kill
+    for name in reversed(_FILES):  # SQLite finds the log by the name of its file
         if (file := Path(f"{path}{name}")).exists():
             os.replace(file, f"{aside}{name}")
     os.replace(rebuilt, path)
@@ -167,13 +167,13 @@ def _rebuilt(path: Path) -> Path:
 
 
 def _written(metrics: Path) -> dict[int, dict[str, Any]]:
-    """Steps of training and what was measured; a repeated one as it was the last time."""
+    """Return step -> metrics of training; a repeated step has its last metrics."""
     found: dict[int, dict[str, Any]] = {}
     for line in metrics.read_text(errors="replace").splitlines() if metrics.is_file() else ():
         try:
             record = json.loads(line)
         except (ValueError, RecursionError):
-            continue  # half a line, of a process that was killed
+            continue  # incomplete line of a killed process
         step = record.pop("step", None) if isinstance(record, dict) else None
         if type(step) is int and record.get("training/global_step") == step:
             found[step] = record

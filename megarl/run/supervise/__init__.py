@@ -1,1 +1,1 @@
-"""Processes of an attempt: started, watched, replaced, ended."""
+"""Starting, watching, replacing and ending the processes of an attempt."""

@@ -1,4 +1,4 @@
-"""Command line and environment of a rollout engine: vLLM's OpenAI server in processes of its own. Imports no vLLM."""
+"""Command line and environment of a rollout engine: vLLM's OpenAI server in separate processes. Imports no vLLM."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megarl.tasks.images.rows import MAX_IMAGES
 
 _PREFILL_TOKENS = 8192
 _CPU_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",  # else the first request compiles for 19 s
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # binding takes the cores that trainer ranks run on
+    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles for 19 s
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind to the cores that trainer ranks use
 }
 
 _FLOAT32_ENVIRONMENT = {
-    # Triton's attention, the only one that takes float32, and convolutions multiply in TF32 unless told.
+    # Triton's attention, the only backend for float32, and convolutions multiply in TF32 by default.
     "TRITON_F32_DEFAULT": "ieee",
     "NVIDIA_TF32_OVERRIDE": "0",
 }
@@ -42,15 +42,15 @@ def engine_process(
     leaves: Literal["sleep", "memory", "destroy"] | None = None,
     adapter: Literal["merged", "separate"] = "merged",
 ) -> tuple[list[str], dict[str, str]]:
-    """Returns (argv, environment to add) of one engine server that listens on ``host:port``.
+    """Return (argv, environment to add) of one engine server that listens on ``host:port``.
 
-    It asks for the job's key on every path: ``$MEGARL_JOB_KEY`` must be in its environment as well.
+    The server requires the job's key on every path, so ``$MEGARL_JOB_KEY`` must also be in its environment.
 
     Args:
-        group: Of an engine that spans ``rollout.nodes`` machines: which part this is, and HOST:PORT where the parts
-            meet. Part 0 is the server.
-        pause: ``sync.pause``. With ``keep`` the engine has priorities: a probe goes before requests that wait.
-        leaves: How it gives its device to trainer ranks (``rollout.offload``); None where it has one of its own.
+        group: For an engine over ``rollout.nodes`` machines: (number of this part, HOST:PORT of the parts' rendezvous).
+            Part 0 is the server.
+        pause: ``sync.pause``. With ``keep`` the engine schedules by priority: a probe overtakes waiting requests.
+        leaves: How the engine frees its device for trainer ranks (``rollout.offload``); None if it shares no device.
         adapter: ``sync.adapter``.
     """
     context = context_tokens(rollout)
@@ -76,7 +76,7 @@ def engine_process(
     argv += ["--worker-extension-cls", "megarl.engines.sync.receiver.WorkerExtension"]
     environment = engine_environment(rollout, device)
     if adapter == "separate" and model.lora.is_used:
-        argv += _adapter_options(model_path, model.lora)
+        argv += adapter_options(model_path, model.lora)
         environment[ADAPTERS] = "1"
     if group is not None:
         part, (meeting, _, meeting_port) = group[0], group[1].rpartition(":")
@@ -98,34 +98,34 @@ def engine_process(
     if rollout.routing_replay:
         argv += ["--enable-return-routed-experts"]
     if leaves == "destroy":
-        # Started for a sync, which brings all weights: a read from disk would be for nothing.
+        # A sync brings all weights after the start, so reading them from disk would be wasted.
         argv += ["--load-format", "dummy"]
     if device == "cpu":
-        argv += _cpu_options(model_path, rollout)
-        # A seeded request whose prefill is cut in two kills the engine on CPU ("CPU Generator does not use offset").
+        argv += cpu_options(model_path, rollout)
+        # A seeded request with a chunked prefill kills the engine on CPU ("CPU Generator does not use offset").
         argv += ["--no-enable-chunked-prefill"]
         if "max_num_batched_tokens" not in rollout.engine_options:
             argv += ["--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
         if rollout.tp * rollout.pp == 1:
             argv += ["--distributed-executor-backend", "uni"]  # see engine_environment
     else:
-        # Others permute the experts' weights for their kernels (on Blackwell it would choose one): they could not be
-        # read back.
+        # Other backends permute the experts' weights for their kernels, so the weights could not be read back. vLLM
+        # would choose one on Blackwell.
         argv += ["--moe-backend", "triton"]
         if model.dtype == "float32":
             environment |= _FLOAT32_ENVIRONMENT
-        # vLLM refuses to start where less than this share of a GPU is free, 0.92 unless told, even with the bytes of
-        # its cache given: colocated, a trainer rank has memory of the same GPU already.
+        # vLLM refuses to start if less than this share of a GPU is free (default 0.92), even with a given cache size.
+        # When colocated, a trainer rank already uses memory of the same GPU.
         argv += ["--gpu-memory-utilization", str(rollout.gpu_memory_utilization or 0.01)]
         if rollout.enforce_eager:
             argv += ["--enforce-eager"]
         if leaves in ("sleep", "memory"):
-            argv += ["--enable-sleep-mode"]  # its memory comes from vLLM's pool then
+            argv += ["--enable-sleep-mode"]  # allocates weights and cache from vLLM's sleep pool
     return [*argv, *_further_options(rollout.engine_options)], environment
 
 
 def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = "cpu") -> dict[str, str]:
-    """Environment to add of an engine's processes."""
+    """Return the environment variables to add for an engine's processes."""
     environment = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
@@ -138,14 +138,14 @@ def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = 
     if device == "cpu":
         environment |= _CPU_ENVIRONMENT
         if rollout.tp * rollout.pp == 1:
-            # One process fewer: 8 s of imports, 0.5 GB and a hop a step. vLLM keeps a worker process on CPU only to set
-            # its OpenMP environment, which is set above; this variable is its way to be told so.
+            # One process fewer saves 8 s of imports, 0.5 GB and a hop per step. On CPU vLLM has a worker process only
+            # to set its OpenMP environment, which is set above.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment
 
 
 def _further_options(options: Mapping[str, Any]) -> list[str]:
-    """Options of ``rollout.engine_options`` as vLLM's command line has them."""
+    """Return ``rollout.engine_options`` as arguments of vLLM's command line."""
     argv: list[str] = []
     for name, value in options.items():
         flag = name.replace("_", "-")
@@ -159,19 +159,19 @@ def _further_options(options: Mapping[str, Any]) -> list[str]:
 
 
 def _image_options(model_path: str, model: ModelConfig, rollout: RolloutConfig) -> list[str]:
-    """Options of a model that takes images, none of another."""
+    """Return the options of a model that takes images; [] for other models."""
     if not is_vision_model(read_json(Path(model_path) / "config.json")):
         return []
     options = ["--limit-mm-per-prompt", json.dumps({"image": max(MAX_IMAGES, rollout.max_images), "video": 0})]
-    options += ["--mm-encoder-tp-mode", "data"]  # the tower is whole on each worker, and is sent whole
+    options += ["--mm-encoder-tp-mode", "data"]  # each worker has, and receives, the whole tower
     if (model.min_image_pixels, model.max_image_pixels) != (None, None):
         limits = pixel_limits(model_path, model.min_image_pixels, model.max_image_pixels)
         options += ["--mm-processor-kwargs", json.dumps({"size": limits.size})]
     return options
 
 
-def _adapter_options(model_path: str, lora: LoraConfig) -> list[str]:
-    """Options of an engine that computes with adapters of its own: LoRA layers where the model has adapters."""
+def adapter_options(model_path: str, lora: LoraConfig) -> list[str]:
+    """Return the options of an engine that applies adapters separately: LoRA layers where the model has adapters."""
     from megarl.weights.checkpoint.formats.hf_source import read_hf_config  # these import torch and transformers
     from megarl.weights.reshard.adapters import factors_of
     from megarl.weights.reshard.layouts import vllm_layout
@@ -185,19 +185,19 @@ def _adapter_options(model_path: str, lora: LoraConfig) -> list[str]:
     return [*options, "--lora-target-modules", *layers]
 
 
-def _cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
-    """Options with which vLLM 0.32.0's CPU build computes correctly."""
+def cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
+    """Return the options with which vLLM 0.32.0's CPU build computes correctly."""
     compilation: dict[str, Any] = {}
     options: list[str] = []
     if rollout.pp == 1:
         options += ["--enforce-eager"]
     else:
-        # A later stage makes its input buffers while it warms up, which eager mode leaves out; nothing is compiled
-        # either way.
+        # Later stages allocate their input buffers during warm-up, which eager mode skips. Nothing is compiled in
+        # either mode.
         compilation |= {"mode": 1, "custom_ops": ["all"]}
     if _is_mla(model_path):
-        # Its rotary kernel rotates the first head of latent attention's queries only. On machines with AMX vLLM would
-        # choose another backend, whose projection cannot be loaded a second time.
+        # The CPU kernel rotates only the first head of latent attention's queries. On machines with AMX vLLM would
+        # choose another backend, whose projection cannot be loaded twice.
         compilation.setdefault("custom_ops", []).append("-rotary_embedding")
         options += ["--attention-backend", "CPU_MLA"]
     return [*options, "--compilation-config", json.dumps(compilation)] if compilation else options

@@ -1,4 +1,4 @@
-"""The supervisor's part of the engines of a job: their rows are followed, and what they are to be is carried out."""
+"""Supervision of a job's engines: reads their rows in the store, and starts and ends engines accordingly."""
 
 from __future__ import annotations
 
@@ -34,34 +34,34 @@ from megarl.run.supervise.process_units import Units, ending, failed, is_engine
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-"""Seconds between two looks into the store."""
+"""Seconds between two reads of the store."""
 LOOK_OFTEN_S = 0.1
 
 
 class EnginePlaces(Protocol):
-    """Places of engines that an attempt did not begin with (``MoreEngines``)."""
+    """Places of engines added after an attempt's start (``MoreEngines``)."""
 
     def place(self, number: int, workers: int) -> Started:
-        """Return an engine of so many workers that is to be started. Raises ConfigError."""
+        """Return an engine with ``workers`` workers, not started yet. Raises ConfigError."""
 
 
 class Look(NamedTuple):
-    """One look into the store."""
+    """Result of one read of the store."""
 
     rows: Sequence[EngineRow]
     removed: Collection[int]
-    """Rows of before that it has deleted."""
+    """Numbers of deleted rows."""
     step: int
-    """Steps that the trainer has recorded."""
+    """Last step that the trainer has recorded."""
 
 
 def first_rows(placed: Sequence[Spec], program: str, attempt: int, workers: int, *, away: bool) -> list[EngineRow]:
-    """Rows of the engines that an attempt begins with; each engine's processes learn the number of its start.
+    """Return the rows of an attempt's first engines, and write the number of each engine's start into its environment.
 
     Args:
-        placed: Processes of the attempt; parts of an engine on other nodes than its server listen nowhere.
-        workers: Of each engine.
-        away: They take turns with the trainer, which begins.
+        placed: Processes of the attempt. An engine's parts on other nodes than its server do not listen.
+        workers: Workers of each engine.
+        away: The engines take turns with the trainer, which begins.
     """
     rows: dict[int, EngineRow] = {}
     for spec in placed:
@@ -78,15 +78,15 @@ def first_rows(placed: Sequence[Spec], program: str, attempt: int, workers: int,
 
 
 class EngineSupervisor:
-    """Starts and ends the engines of one attempt as their rows want it (``fleet.decide``).
+    """Starts and ends the engines of one attempt as their rows require (``fleet.decide``).
 
-    It alone writes its columns of the rows, and goes on where the store is away.
+    Only the supervisor writes its columns of the rows. It goes on while the store is unreachable.
 
     Args:
-        rows: Engines that the attempt began with.
-        grace_s: Seconds that an engine gets to end.
-        more: Gives places to engines that are added, or get other workers; None has none.
-        often: Each step has orders, for which the trainer waits: the log says nothing of them.
+        rows: Rows of the attempt's first engines.
+        grace_s: Seconds for an engine to end.
+        more: Chooses places for added engines and for a new number of workers; None refuses both.
+        often: Engines start and end in every step, so these events are logged at debug level.
     """
 
     def __init__(
@@ -100,22 +100,23 @@ class EngineSupervisor:
         often: bool = False,
     ) -> None:
         self.rows: Mapping[int, EngineRow] = {row.number: row for row in rows}
-        """Engines by number, as this has made them."""
+        """Rows of the engines by number, with this supervisor's changes."""
         self._units, self._replacements = units, replacements
         self._grace_s, self._more = grace_s, more
         self._level = logging.DEBUG if often else logging.INFO
         self._workers = {row.number: row.wanted_workers for row in rows}
         """Workers of the last start of each engine."""
-        self._places = {(row.number, row.wanted_workers): units.members(_unit(row.number)) for row in rows}
+        self.places = {(row.number, row.wanted_workers): units.members(_unit(row.number)) for row in rows}
+        """(number of an engine, its workers) -> processes placed for it."""
         self._starts = max((row.start for row in rows), default=0)
         self._failed: dict[int, EngineProcess] = {}
-        """Starts that have failed before there was a process."""
+        """Starts that failed before a process existed."""
         self._step = 0
         self.removing: Collection[int] = ()
         """Engines whose rows are to be deleted."""
 
     def take(self, look: Look) -> None:
-        """Take in what others have written."""
+        """Apply the rows that other processes have written."""
         if look.step > self._step:
             self._step = look.step
             self._replacements.refill()
@@ -128,12 +129,12 @@ class EngineSupervisor:
         self.removing = ()
 
     def act(self, *, stopping: bool = False) -> bool:
-        """End and start engines as they are wanted; return False where a death ends the attempt.
+        """End and start engines as their rows require; return False if a death ends the attempt.
 
         Args:
-            stopping: The job ends: none is started, and an engine gets no time to end.
+            stopping: The job is ending: start no engine, and end engines without a grace period.
 
-        Raises JobError where no engine is left, or one cannot be started.
+        Raises JobError if no engine is left, or an engine cannot be started.
         """
         rows = [self.rows[number] for number in sorted(self.rows)]
         actions = decide(rows, self._processes(), self._replacements, stopping=stopping)
@@ -159,7 +160,7 @@ class EngineSupervisor:
         return found
 
     def _failure(self, action: EngineAction) -> bool:
-        """Return False where a process has died, which is reported with its last words. Raises JobError."""
+        """Return False if a process has died; the caller reports its last lines. Raises JobError otherwise."""
         unit = _unit(action.number)
         if action.number in self._failed or not (self._units.is_present(unit) and self._units.ended(unit)):
             raise JobError(action.why)
@@ -168,7 +169,7 @@ class EngineSupervisor:
         return False
 
     def _end(self, actions: Sequence[EngineAction], grace_s: float) -> None:
-        """End engines, and clear what is left of dead ones, all at once."""
+        """End engines and clear the remains of dead ones, in parallel."""
         following = {action.number: action for action in actions if action.what in ("start", "write")}
         ended = [action for action in actions if action.what in ("end", "clear")]
         for action in ended:
@@ -186,7 +187,7 @@ class EngineSupervisor:
         self._write(number, "gone")
 
     def _tell(self, action: EngineAction, then: EngineAction | None) -> None:
-        """Log why an engine is ended, or what follows its death."""
+        """Log the reason for an engine's end, or the reaction to its death."""
         number, what, event = action.number, action.what, "" if then is None else then.event
         unit, row = _unit(number), self.rows[number]
         if event == "refused":
@@ -222,22 +223,22 @@ class EngineSupervisor:
         except (ConfigError, JobError) as error:
             self._failed[number] = EngineProcess(workers, ended="itself", why=str(error))
             return
-        self._places[number, workers] = self._units.members(unit)
+        self.places[number, workers] = self._units.members(unit)
         address = next((s.spec.listens for s in place if s.spec is not None and s.spec.listens), "")
         self._write(number, action.event, start=self._starts, url=f"http://{address}", **action.values)
         log.log(self._level, "%s is started (%s)", unit, place[0].process.log)
 
     def _place(self, number: int, workers: int) -> list[Started]:
-        """Place of an engine of so many workers, whose GPUs no other engine has. Others that are to get other workers
-        end where they have some, and start again after this one.
+        """Return a place for an engine with ``workers`` workers whose GPUs no other engine uses. Engines on these GPUs
+        that must change their workers are ended, and start again after this one.
 
         Raises ConfigError, JobError.
         """
-        if (number, workers) not in self._places:
+        if (number, workers) not in self.places:
             if self._more is None:
                 raise ConfigError("engines of this job keep their places")
-            self._places[number, workers] = [self._more.place(number, workers)]
-        place = self._places[number, workers]
+            self.places[number, workers] = [self._more.place(number, workers)]
+        place = self.places[number, workers]
         needs = _gpus(place)
         for other, process in self._processes().items():
             unit = _unit(other)
@@ -254,30 +255,30 @@ class EngineSupervisor:
 
 
 class RowsInStore:
-    """Exchanges the rows of a supervisor with the store, in a thread of its own: a store that is away delays orders and
-    holds nobody up.
+    """Exchanges a supervisor's rows with the store in a separate thread: an unreachable store delays orders but does
+    not block the supervisor.
 
     Args:
-        store: Used by the thread alone, which closes it.
-        look_s: Seconds between two looks.
-        beats: Give heartbeats for the program, by which a trainer of another one knows that its engines are there.
+        store: Used only by the thread, which closes it.
+        look_s: Seconds between two exchanges.
+        beats: Write heartbeats of this program, so that another program's trainer knows that its engines are alive.
     """
 
     def __init__(self, store: Store, look_s: float, *, beats: bool = False) -> None:
         self._store, self._look_s, self._beats = store, look_s, beats
         self._mine: tuple[Mapping[int, EngineRow], Collection[int]] = ({}, ())
-        """Rows to write, and numbers of those to delete."""
+        """(rows to write, numbers of rows to delete)."""
         self._found: Look | None = None
         self._stored: dict[int, EngineRow] = {}
         self._wake = threading.Event()
         self._is_over = False
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start the thread."""
         threading.Thread(target=self._follow, daemon=True, name="engine rows").start()
 
     def exchange(self, engines: EngineSupervisor) -> None:
-        """Give the thread what the supervisor has done, and the supervisor what others have written since."""
+        """Pass the supervisor's changes to the thread, and apply rows that other processes have written since."""
         found, self._found = self._found, None
         if found is not None:
             engines.take(found)
@@ -287,7 +288,7 @@ class RowsInStore:
             self._wake.set()
 
     def close(self) -> None:
-        """Have the thread end, without a wait for it."""
+        """Ask the thread to end; do not wait for it."""
         self._is_over = True
         self._wake.set()
 
@@ -295,14 +296,14 @@ class RowsInStore:
         while not self._is_over:
             try:
                 self._found = self.look()
-            except (JobError, ConfigError, SQLAlchemyError) as error:  # others report it
+            except (JobError, ConfigError, SQLAlchemyError) as error:  # other components report it
                 log.debug("rows of engines: %s", error)
             self._wake.wait(self._look_s)
             self._wake.clear()
         self._store.close()
 
     def look(self) -> Look:
-        """Write what the supervisor has done, and read what others have written."""
+        """Write the supervisor's changes, and read rows that other processes have written."""
         if self._beats:
             self._store.workers.beat(self._store.program)
         rows, removing = self._mine
@@ -325,5 +326,5 @@ def _unit(number: int) -> str:
 
 
 def _gpus(place: Sequence[Started]) -> set[tuple[int, int]]:
-    """Node and number of each GPU."""
+    """Return (rank of the node, GPU number) of each GPU."""
     return {(s.node.rank, gpu) for s in place if s.spec is not None for gpu in s.spec.gpus}

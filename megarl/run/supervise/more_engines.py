@@ -1,4 +1,4 @@
-"""Engines that an attempt did not begin with, by order: how many there is room for, and where they are placed."""
+"""Engines added by order after an attempt's start: how many fit, and where they are placed."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megarl.run.supervise.process_specs import another_engine
 
 
 def room_for_engines(config: Config, plan: Plan, nodes: Sequence[NodeInfo], cpus: int | None = None) -> EngineRoom:
-    """Room of a job for engines: on GPUs those that the trainer leaves, else one worker a CPU.
+    """Return a job's room for engines: GPUs without trainer ranks, or on CPUs one worker per CPU.
 
-    A job may always have ``rollout.replicas`` again; one on several nodes has no room for others.
+    ``rollout.replicas`` engines always fit; a job on several nodes has no room for more.
 
     Args:
-        cpus: Of this machine; None counts those that this process may use.
+        cpus: CPUs of this machine; None counts the CPUs that this process may use.
     """
     had = config.rollout.replicas
     if plan.takes_turns:
@@ -40,13 +40,13 @@ def room_for_engines(config: Config, plan: Plan, nodes: Sequence[NodeInfo], cpus
 
 
 def with_engines(config: Config, number: int, workers: int) -> Config:
-    """Settings of a job with so many engines, of so many workers each."""
+    """Return the settings with ``number`` engines of ``workers`` workers each."""
     rollout = replace(config.rollout, replicas=number, tp=workers // config.rollout.pp)
     return replace(config, rollout=rollout)
 
 
 class MoreEngines:
-    """Places engines that an attempt did not begin with, on this machine.
+    """Places engines on this machine that are added after an attempt's start.
 
     Args:
         started: Processes of the attempt.
@@ -57,14 +57,14 @@ class MoreEngines:
         self._like = next((s for s in started if kind_of(s.process.name) is ProcessKind.ENGINE), None)
 
     def place(self, number: int, workers: int) -> Started:
-        """Return an engine of so many workers that is to be started. Raises ConfigError where it has no place."""
+        """Return an engine with ``workers`` workers, not started yet. Raises ConfigError if it does not fit."""
         like = self._like
         if like is None or like.spec is None or not isinstance(like.node, LocalNode):
             raise ConfigError("engines are added to jobs of one machine only")
         config = with_engines(self._config, number + 1, workers)
         check_memory_of_engine(config)
         plan = plan_job(config, [NodeInfo.of(like.node)])
-        own = engine_environment(self._config.rollout)  # one of other workers has others
+        own = engine_environment(self._config.rollout)  # the environment depends on the number of workers
         env = {name: value for name, value in like.spec.env.items() if name not in own}
         address = f"{like.node.address}:{like.node.another_port()}"
         spec = another_engine(config, plan, number, address, like.spec.log, env)

@@ -21,9 +21,9 @@ from megarl.run.process.forkserver import ForkServers
 from megarl.run.supervise.engine_process import engine_environment, engine_process
 
 Placed = tuple[int, Spec]
-"""The rank of a node, and a process to start there."""
+"""(rank of a node, process to start there)."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Variables of processes that compute nothing in threads."""
+"""Variables of processes that do not compute in threads."""
 
 
 class Addresses(NamedTuple):
@@ -38,11 +38,11 @@ class Addresses(NamedTuple):
 
 
 class _Command(NamedTuple):
-    """Command line of a process of the plan."""
+    """Command line of a planned process."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
-    """Its variables, beside those of all processes."""
+    """Variables of this process, in addition to the variables of all."""
     listens: str = ""
 
 
@@ -55,18 +55,19 @@ class _Attempt:
 
 
 def urls(addresses: Addresses) -> list[str]:
-    """URLs of the engines, by number."""
+    """Return the URLs of the engines, by number."""
     return [f"http://{address}" for address in addresses.engines]
 
 
 def resolved(config: Config) -> Path:
-    """The file with the settings of a run, which its processes read. A program that joins the run has its own."""
+    """Return the file with a run's settings, which its processes read. A program that joins the run has a separate
+    file."""
     job = algorithms.job_of(config)
     return Path(config.run.dir) / f"{of_program('resolved', job.program) if job.joins else 'resolved'}.json"
 
 
 def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping[str, str], logs: Path) -> list[Placed]:
-    """The processes of a plan in the order in which they are started.
+    """Return the processes of a plan in the order of their start.
 
     ``environment``: variables of the attempt, for all processes.
     """
@@ -76,7 +77,7 @@ def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping
         "MEGARL_REWARD_HOSTS": ",".join(f"{address}*{config.reward.workers}" for address in addresses.reward_hosts),
         "PYTHONUNBUFFERED": "1",
     }
-    if VARIABLE in os.environ:  # other nodes do not inherit it
+    if VARIABLE in os.environ:  # other nodes do not inherit this process's environment
         env[VARIABLE] = os.environ[VARIABLE]
     attempt, placed = _Attempt(config, plan, addresses, logs), []
     for process in plan.processes:
@@ -91,7 +92,7 @@ def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping
 def another_engine(
     config: Config, plan: Plan, number: int, address: str, log: str, environment: Mapping[str, str]
 ) -> Spec:
-    """Spec of an engine of ``plan`` that joins an attempt at ``address``, with its log beside ``log``."""
+    """Return the spec of an engine of ``plan`` that joins an attempt at ``address``; its log is next to ``log``."""
     logs = Path(log).parent
     addresses = Addresses("", "", ("",) * number + (address,), ("",) * (number + 1), ())
     process = plan.of(ProcessKind.ENGINE)[number]
@@ -101,7 +102,7 @@ def another_engine(
 
 
 def preload(config: Config, servers: ForkServers) -> None:
-    """Have fork servers import what the job's processes need, while the job is checked."""
+    """Make fork servers import the modules of the job's processes while the job is checked."""
     for kind in algorithms.job_of(config).processes:
         if kind is ProcessKind.ENGINE:
             servers.preload(kind, engine_environment(config.rollout))

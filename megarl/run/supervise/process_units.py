@@ -1,4 +1,4 @@
-"""Processes of an attempt by unit: what they are seen to do, and their start and end."""
+"""Processes of an attempt by unit: their state, start and end."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from megarl.run.process.process import ERROR
 log = logging.getLogger(__name__)
 
 SETTLE_S = 0.5
-"""A peer often fails because another died first: the first cause gets a moment to show."""
+"""Seconds after a death before it is reported: a peer often fails because another process died first."""
 LOOK_S = 1.0
 """Seconds between two checks that servers listen."""
 CONNECT_S = 0.3
 LOOK_AGAIN_S = 0.05
 CLOSED_S = 5.0
-"""Seconds that a server may live on that listens no more: vLLM's waits forever for its last answers when a worker has
-died."""
+"""Seconds that a server may live after it stops listening: vLLM's server waits forever for its last responses if a
+worker died."""
 SERVERS = frozenset({ProcessKind.ENGINE, ProcessKind.REWARD_HOST})
-"""Kinds that never end by themselves."""
+"""Kinds that must never end by themselves."""
 DECIDING = frozenset({ProcessKind.TRAINER, ProcessKind.BENCH})
 """Kinds whose death ends the attempt."""
 FREE_S = 10.0
-"""Seconds that children of a dead server may hold its port, before its successor is given up."""
+"""Seconds that children of a dead server may hold its port before a restart fails."""
 
 
 class Units:
     """Processes of an attempt by unit: an engine with all its parts, or any other process by itself.
 
-    Units are started and ended, and seen to listen or to have died. An explorer or a reward host that has died is
-    replaced in place; what is done about engines is decided by ``EngineSupervisor``. Not replaced is a trainer rank,
-    what was on a lost node, and what would fail alike: a reward host that ended by itself before it ever listened, an
-    explorer that logged why it cannot go on (status 1). Those stay dead, for ``watch`` to report.
+    Starts and ends units, and detects which listen or have died. A dead explorer or reward host is replaced in place;
+    ``EngineSupervisor`` decides about engines. Trainer ranks, processes of a lost node, and processes that would fail
+    again are not replaced: a reward host that ended by itself before it listened, an explorer that logged a fatal error
+    (status 1). They stay dead, and ``watch`` reports them.
     """
 
     def __init__(self, started: list[Started], replacements: Replacements) -> None:
@@ -48,16 +48,16 @@ class Units:
         self._up: set[str] = set()
         """Units that have listened."""
         self._closed: dict[str, float] = {}
-        """Since when they do not any more."""
+        """Time since which a unit no longer listens."""
         self._looked_at = 0.0
-        self._absent = {unit_of(s.process.name) for s in started if isinstance(s.process, NotStarted)}
-        """Units that are to have no process."""
+        self.absent = {unit_of(s.process.name) for s in started if isinstance(s.process, NotStarted)}
+        """Units that must have no process: ended by order, or not started yet."""
         self.used_up = ""
-        """Reason why a dead process was not replaced, where it could have been."""
+        """Reason why a replaceable dead process was not replaced."""
 
     def look(self) -> bool:
-        """Look which servers listen, and kill one that lives and listens no more; return False where a process has
-        died, after a moment in which its cause may show."""
+        """Check which servers listen, and kill running ones that stopped listening. Return False if a process has died,
+        after a delay in which its cause may show."""
         self._look()
         if not self._dead():
             return True
@@ -65,9 +65,9 @@ class Units:
         return False
 
     def replace_others(self) -> bool:
-        """Replace what has died and is no engine; return False where that is not to be. Raises JobError where one
-        cannot be started again."""
-        # An engine that could not be started again has no row.
+        """Replace dead processes other than engines; return False if one is not replaceable. Raises JobError if a
+        restart fails."""
+        # An engine that failed to restart has no row.
         dead = [s for s in self._dead() if s.spec is None or not is_engine(s.process.name)]
         units = list(dict.fromkeys(unit_of(s.process.name) for s in dead))
         if not all(map(self._is_replaceable, units)):
@@ -82,7 +82,7 @@ class Units:
         return True
 
     def no_more(self) -> None:
-        """Take note that a unit is not replaced since the replacements are used up."""
+        """Record that a unit is not replaced because the replacements are used up."""
         of = self._replacements
         used = ", ".join(f"{unit} {count}x" for unit, count in of.used.items())
         self.used_up = (
@@ -92,24 +92,24 @@ class Units:
         )
 
     def members(self, unit: str) -> list[Started]:
-        """Processes of a unit; none where it has no place."""
+        """Return the processes of a unit; [] if it has no place."""
         return [s for s in self._started if unit_of(s.process.name) == unit]
 
     def present(self) -> list[Started]:
-        """Processes of units that are to have some."""
-        return [s for s in self._started if unit_of(s.process.name) not in self._absent]
+        """Return the processes of all units that are not absent."""
+        return [s for s in self._started if unit_of(s.process.name) not in self.absent]
 
     def is_present(self, unit: str) -> bool:
-        """Return True if the unit is to have processes."""
-        return unit not in self._absent and bool(self.members(unit))
+        """Return True if the unit exists and is not absent."""
+        return unit not in self.absent and bool(self.members(unit))
 
     def is_up(self, unit: str) -> bool:
-        """Return True if these processes of the unit have listened."""
+        """Return True if the unit has listened since its last start."""
         return unit in self._up
 
     def ended(self, unit: str) -> str:
-        """Return how a unit has ended: "signal", "itself", or "node" where its node cannot start it again; empty while
-        it lives."""
+        """Return how a unit has ended: "signal", "itself", or "node" if its node cannot restart it; "" while it
+        lives."""
         dead = [s for s in self.members(unit) if failed(s.process)]
         if not dead:
             return ""
@@ -118,7 +118,7 @@ class Units:
         return "signal" if any(_by_signal(s.process) for s in dead) else "itself"
 
     def tell(self, unit: str, left: int) -> None:
-        """Log how a unit has ended that is started again, with the replacements that are left."""
+        """Log how a unit ended that will be restarted, with the replacements that are left."""
         for s in self.members(unit):
             if failed(s.process):
                 log.error(
@@ -130,23 +130,23 @@ class Units:
                 )
 
     def end(self, units: Sequence[str], grace_s: float) -> None:
-        """End all parts of units at once, and what is left of dead ones; until ``begin`` they are absent."""
+        """End all parts of units in parallel, and remove the remains of dead ones; the units are absent until
+        ``begin``."""
         for unit in units:
-            self._absent.add(unit)
+            self.absent.add(unit)
             self._up.discard(unit)
             self._closed.pop(unit, None)
         members = [s for unit in units for s in self.members(unit)]
         on_every_node(members, lambda node, names: node.stop(names, grace_s))
 
     def give_place(self, members: Sequence[Started]) -> None:
-        """Give an absent unit this place."""
+        """Assign this place to an absent unit."""
         unit = unit_of(members[0].process.name)
         self._started[:] = [*(s for s in self._started if unit_of(s.process.name) != unit), *members]
-        self._absent.add(unit)
+        self.absent.add(unit)
 
     def begin(self, unit: str) -> None:
-        """Start a unit that is absent, once nothing of an earlier one holds its port. Raises JobError where it cannot
-        be started."""
+        """Start an absent unit, once its port is free of earlier processes. Raises JobError if it cannot be started."""
         members = self.members(unit)
         for s in members:
             assert s.spec is not None
@@ -154,7 +154,7 @@ class Units:
         for s in members:
             assert s.spec is not None
             self._started[self._started.index(s)] = s._replace(process=s.node.start(s.spec))
-        self._absent.discard(unit)
+        self.absent.discard(unit)
 
     def _look(self) -> None:
         if time.monotonic() - self._looked_at < LOOK_S:
@@ -163,7 +163,7 @@ class Units:
         for s in self.present():
             if s.spec is None or not s.spec.listens or s.process.poll() is not None:
                 continue
-            listens, unit = _listens(s.spec.listens), unit_of(s.process.name)
+            listens, unit = is_listening(s.spec.listens), unit_of(s.process.name)
             if listens and unit not in self._up:
                 self._up.add(unit)
                 for member in self.members(unit):
@@ -173,7 +173,10 @@ class Units:
             elif now - self._closed.setdefault(unit, now) > CLOSED_S:
                 self._closed[unit] = now
                 log.error(
-                    "%s lives but listens at %s no more (%s); killing it", s.process.name, s.spec.listens, s.process.log
+                    "%s is alive but no longer listens at %s (%s); killing it",
+                    s.process.name,
+                    s.spec.listens,
+                    s.process.log,
                 )
                 s.process.signal(signal.SIGKILL)
 
@@ -186,12 +189,12 @@ class Units:
 
 
 def is_engine(name: str) -> bool:
-    """Return True for the name of an engine's process, or unit."""
+    """Return True for the name of an engine's process or unit."""
     return kind_of(name) is ProcessKind.ENGINE
 
 
-def _listens(address: str) -> bool | None:
-    """None when that is unknown: a machine that is busy answers late."""
+def is_listening(address: str) -> bool | None:
+    """Return True if a process listens at the address; None if unknown: a busy machine answers late."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_S).close()
@@ -203,15 +206,15 @@ def _listens(address: str) -> bool | None:
 
 
 def _until_free(name: str, address: str) -> None:
-    """Wait until nobody listens there: whoever does would be taken for the successor.
+    """Wait until no process listens at the address: it would be taken for the restarted server.
 
     Raises:
-        JobError: somebody does after FREE_S.
+        JobError: a process still listens after FREE_S.
     """
     deadline = time.monotonic() + FREE_S
-    while address and (listens := _listens(address)) is not False:
+    while address and (listens := is_listening(address)) is not False:
         if time.monotonic() > deadline:
-            if listens is None:  # unknown: the successor itself will find out
+            if listens is None:  # unknown: the restarted server will find out
                 return
             raise JobError(
                 f"{name} cannot be started again: somebody else listens at {address}, {FREE_S:g} s after it was ended"
@@ -220,8 +223,8 @@ def _until_free(name: str, address: str) -> None:
 
 
 def failed(process: Process) -> bool:
-    """True if it has ended and should not have: an explorer ends with 0 when the trainer has closed the job, an engine
-    or a reward host never."""
+    """Return True if the process ended unexpectedly. An explorer ends with 0 when the trainer has closed the job;
+    engines and reward hosts never end."""
     status = process.poll()
     return status is not None and (status != 0 or kind_of(process.name) in SERVERS)
 
@@ -233,7 +236,7 @@ def ending(process: Process) -> str:
 
 
 def _by_signal(process: Process) -> bool:
-    """128 plus the signal's number is the status of processes that end in order when one comes."""
+    """Return True if a signal ended the process: status 128 + number is an orderly end after a signal."""
     status = process.poll()
     return status is not None and (status < 0 or status > 128)
 

@@ -1,4 +1,4 @@
-"""Starts the processes of one attempt of a job on its nodes and watches them; a dead one is replaced, or ends the
+"""Starts the processes of one attempt of a job on its nodes and watches them. A dead process is replaced, or ends the
 attempt with its last lines."""
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ WATCH_S = 0.1
 FENCE_S = 1.0
 """Seconds between two checks for a later attempt."""
 ENGINES_SHARE = 0.25
-"""Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for one that hangs can save
-then."""
+"""Part of ``run.shutdown_grace_s`` after which the engines end: a trainer that waits for a hung engine can still
+save."""
 STOPPING = {
     ProcessKind.TRAINER: "saving a checkpoint",
     ProcessKind.EXPLORER: "giving claims back",
     ProcessKind.BENCH: "answers that are finished are kept",
 }
-"""Kind whose end ends a job -> what it does when it is asked to stop."""
+"""Kind whose end ends a job -> its reaction to a stop request, for the log."""
 STOP_S = 10.0
-"""Seconds that processes get to end after SIGTERM once one of them has died."""
+"""Seconds for processes to end after SIGTERM once one of them has died."""
 RANKS_STOP_S = 2.0
-"""The same of trainer ranks once one of them has died: a rank that waits for it in a collective hears no signal, and
-none can save a checkpoint without it."""
+"""Seconds for trainer ranks to end once one has died: a rank in a collective with it handles no signal, and no rank can
+save a checkpoint without it."""
 
 
 def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: int, key: str) -> list[Started]:
@@ -56,10 +56,10 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
 
     Raises:
         ConfigError: a port is taken; nothing was started.
-        JobError: a node failed to start one; what was started is ended.
+        JobError: a node failed to start a process; the started ones are ended.
     """
     by_rank = {node.rank: node for node in nodes}
-    addresses = _addresses(plan, by_rank)
+    addresses = choose_addresses(plan, by_rank)
     logs = _logs(config, attempt)
     environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), PROGRAM: plan.job.program}
     environment["MEGARL_TTY"] = "1" if sys.stderr.isatty() else "0"
@@ -72,7 +72,7 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
         for rank, spec in placed:
             node = by_rank[rank]
             spec.env.update(_node_environment(node))
-            later = plan.takes_turns and is_engine(spec.name)  # the trainer orders it
+            later = plan.takes_turns and is_engine(spec.name)  # the trainer orders its start
             process = NotStarted(spec.name, Path(spec.log)) if later else node.start(spec)
             started.append(Started(process, node, spec))
     except BaseException:
@@ -91,9 +91,9 @@ def _rows_of(placed: Sequence[Spec], config: Config, attempt: int, *, away: bool
 def _register_engines(
     config: Config, plan: Plan, rows: Sequence[EngineRow], attempt: int, nodes: Sequence[Node]
 ) -> None:
-    """Write the engines into the store, where explorer and trainer look for them, and the room for more.
+    """Write the engines, and the room for more, into the store for explorer and trainer.
 
-    A job without engines removes the rows of an earlier start: its trainer would wait for heartbeats of these engines.
+    A job without engines removes the rows of an earlier start, because its trainer would wait for their heartbeats.
     """
     if not plan.job.rollouts:
         return
@@ -105,8 +105,9 @@ def _register_engines(
         store.close()
 
 
-def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
-    """Ports are asked of each node once, so that it gives no port twice."""
+def choose_addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
+    """Choose the address of every listening process of a plan. Each node is asked once for its ports, so that none is
+    used twice."""
     ranks = plan.of(ProcessKind.TRAINER)
     first = ranks[0].node if ranks else 0
     linked = bool(ranks) and plan.job.rollouts
@@ -124,9 +125,9 @@ def _addresses(plan: Plan, nodes: dict[int, Node]) -> Addresses:
     serving = tuple(listen(engine.node) for engine in engines)
     groups = tuple(listen(engine.node) if plan.parts(engine) > 1 else "" for engine in engines)
     for engine, address in zip(engines, serving, strict=True):
-        # An engine that takes turns with the trainer starts later, and another job would find its port free.
+        # An engine that takes turns with the trainer starts later: hold its port, or another job could take it.
         if isinstance(node := nodes[engine.node], LocalNode):
-            with suppress(OSError):  # somebody was faster, which the engine's start reports
+            with suppress(OSError):  # another process took it, which the engine's start reports
                 ports.hold_in(node.held, address)
     return Addresses(rendezvous, link, serving, groups, tuple(listen(node) for node in hosts))
 
@@ -136,8 +137,8 @@ def _logs(config: Config, attempt: int) -> Path:
 
 
 def _node_environment(node: Node) -> dict[str, str]:
-    """Environment that names the network on which a node's processes listen; the machine of a job without others has
-    loopback, and no interface."""
+    """Return the variable that names the network interface of a node's processes; {} for a job on one machine, which
+    uses loopback."""
     if not node.interface:
         return {}
     interfaces = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), node.interface)
@@ -145,8 +146,8 @@ def _node_environment(node: Node) -> dict[str, str]:
 
 
 def stop(started: Sequence[Started], grace_s: float) -> None:
-    """SIGTERM to all, then SIGKILL to what is left after ``grace_s``; returns when all are gone, on every node at
-    once."""
+    """Send SIGTERM to all, then SIGKILL to the rest after ``grace_s``; return when all have ended. Nodes work in
+    parallel."""
     on_every_node(started, lambda node, names: node.stop(names, grace_s))
 
 
@@ -157,18 +158,17 @@ def watch(
     attempt: int | None = None,
     server: Server | None = None,
 ) -> None:
-    """Wait until the processes that decide (``Job.until``) have ended, finished or stopped on request, then end the
-    rest. Meanwhile replace what has died and can be.
+    """Replace dead processes until the deciding ones (``Job.until``) have finished or stopped on request, then end the
+    rest.
 
     Args:
-        attempt: Number of this one; a later one in the run's directory ends it.
-        server: The job's own database: started again when it has ended, be it by the signal with which Slurm stops a
-            whole step.
+        attempt: Number of this attempt; a later attempt in the run's directory ends it.
+        server: The job's own database: restarted whenever it ends, also by the signal with which Slurm stops a step.
 
     Raises:
-        JobError: a process died and was not replaced; carries its name, exit status and last lines. Or the trainer does
-            not move: who is where. All others are gone by then.
-        NonRetryableError: it was of something that would come again.
+        JobError: a process died and was not replaced: its name, exit status and last lines. Or the trainer makes no
+            progress: the location of each process. All processes have ended by then.
+        NonRetryableError: a process died of an error that would recur.
         MemoryFullError: a trainer rank ran out of memory.
         FencedError: a later attempt has begun.
     """
@@ -181,12 +181,12 @@ def watch(
         return [s.process for s in started if kind_of(s.process.name) is job.until]
 
     asked = STOPPED if job.joins else 0
-    """Exit status of what has ended in order because it was asked to."""
+    """Exit status of a process that ended in order after a stop request."""
     engines: list[Process] = []
     asked_at: float | None = None
     looked_at = 0.0
     watchdog = Watchdog(config, _logs(config, attempt or 0))
-    # Engines that take turns with the trainer are started by order, and get some in each step.
+    # Engines that take turns with the trainer are started by order in each step.
     often, more = any(isinstance(s.process, NotStarted) for s in started), MoreEngines(config, started)
     rows = _rows_of([s.spec for s in started if s.spec is not None], config, attempt or 0, away=often)
     supervisor = EngineSupervisor(rows, units, replacements, STOP_S, more, often=often)
@@ -214,7 +214,7 @@ def watch(
                 while engines:
                     engines.pop().signal(signal.SIGKILL)
             late = asked_at is not None and time.monotonic() - asked_at > config.run.shutdown_grace_s
-            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in deciding())  # had no handler yet
+            early = asked_at is not None and any(p.poll() == -signal.SIGTERM for p in deciding())  # no handler yet
             if stop_request.count > 2 or late or early:
                 log.warning(
                     "ending at once: what is not saved within %g s is lost; the run resumes from the newest checkpoint "
@@ -222,14 +222,14 @@ def watch(
                     STOP_S,
                 )
                 return
-            # Once asked, who stops a whole session or Slurm step has ended the others too: only a trainer's failure is
-            # news.
+            # After a stop request, a stop of the whole session or Slurm step may have ended the others too: only a
+            # trainer's failure matters.
             if in_store is not None:
                 in_store.exchange(supervisor)
             if asked_at is None:
                 is_well = units.look()
                 if stop_request.count:
-                    continue  # who asked may have ended the others as well
+                    continue  # the stop may have ended the others as well
                 if not ((is_well or units.replace_others()) and supervisor.act()):
                     _raise_for_dead([s.process for s in units.present()], units.used_up)
             else:

@@ -1,5 +1,5 @@
-"""Notices that a job does not move although all its processes live; reports who is where, and ends whom the others wait
-for."""
+"""Detects that a job makes no progress although all its processes live; reports their locations, and kills the process
+that the others wait for."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
 WAITING = ("rollout", "evaluation")
-"""Phases in which trainer ranks, or a bench, wait for the explorer."""
+"""Phases in which trainer ranks or a bench wait for the explorer."""
 ASKING = (ProcessKind.TRAINER.named(0), ProcessKind.BENCH.named(0))
 """Processes that ask for rollouts."""
 
 
 @dataclass
 class _Seen:
-    """A process as the last look found it."""
+    """State of a process at the last look."""
 
     heartbeat: ProcessHeartbeat
     silent_s: float = 0.0
-    """Since its last mark, as far as this process was there to see, scaled (``_pace``)."""
+    """Seconds since its last progress mark, while this process ran, scaled by ``_pace``."""
 
 
 class Watchdog:
-    """Watchdog of one attempt. ``logs`` is where stacks are written: ``stall_<k>.txt``.
+    """Watchdog of one attempt. It writes stacks to ``stall_<k>.txt`` in ``logs``.
 
-    Trainer ranks wait for each other, so they stall together: while any of them moves, all are left alone, unless one
-    is stopped by a signal. A process of another kind is ended when it is silent by itself.
+    Trainer ranks wait for each other, so they stall together: while one makes progress, none is killed, unless a signal
+    has stopped one. A silent process of another kind is killed by itself.
     """
 
     def __init__(self, config: Config, logs: Path) -> None:
@@ -53,21 +53,20 @@ class Watchdog:
         self._seen: dict[Process, _Seen] = {}
         self._work = -1
         self._idle_s = 0.0
-        """Seconds that the trainer has waited for an explorer without a finished sample, whose engines generated
-        nothing."""
+        """Seconds that the trainer has waited without a finished sample while the engines generated nothing."""
 
     def look(self, started: Sequence[Started]) -> None:
-        """Call often; at most once a second it costs something.
+        """Check for stalls. Call it often; it works at most once a second.
 
         Raises:
-            JobError: the trainer ranks stall, or their rollout does: who is where. The trainer ranks are killed.
+            JobError: the trainer ranks or their rollout stall: location of each process. The trainer ranks are killed.
         """
         now = time.monotonic()
         passed, alive = now - self._looked, [s for s in started if s.process.poll() is None]
         if passed < self._every_s:
             return
         self._looked = now
-        # Who was stopped together with the whole job (scontrol suspend) has seen nobody be silent meanwhile.
+        # Limit the time after the whole job was suspended (scontrol suspend): this process saw no silence then.
         passed = min(passed, 2 * self._every_s)
         heartbeats = {s.process: s.process.heartbeat() for s in alive}
         trainers = [process for process in heartbeats if kind_of(process.name) is ProcessKind.TRAINER]
@@ -78,7 +77,7 @@ class Watchdog:
         }
         late = {process for process in self._seen if self._seen[process].silent_s > self._limit(process)}
         helpers = late.difference(trainers)
-        if self._stalled(trainers, late):  # what is stopped is to blame, also when it is not late yet
+        if self._stalled(trainers, late):  # a stopped process is to blame, even before its timeout
             helpers |= {process for process in self._seen if self._is_stopped(process) and process not in trainers}
         if helpers:
             self._end(helpers, alive)
@@ -91,8 +90,8 @@ class Watchdog:
             self._give_up(idle, alive)
 
     def _pace(self, process: Process, heartbeat: ProcessHeartbeat, syncing: bool) -> float:
-        """Share of a process's timeout that a second uses up: an engine may not answer while its workers take
-        weights."""
+        """Return the share of a process's timeout that one second uses up. An engine may be silent while its workers
+        receive weights."""
         if not syncing or kind_of(process.name) is not ProcessKind.ENGINE or heartbeat.state == STOPPED:
             return 1.0
         return self._stall_s / max(self._stall_s, self._config.sync.timeout_s)
@@ -119,23 +118,23 @@ class Watchdog:
         )
 
     def _idle(self, passed: float) -> str | None:
-        """Report of a rollout that has stood still for too long."""
+        """Return a report if the rollout has stalled for too long; None otherwise."""
         waiting = any(s.heartbeat.phase in WAITING for p, s in self._seen.items() if p.name in ASKING)
         explorers = [s.heartbeat for p, s in self._seen.items() if kind_of(p.name) is ProcessKind.EXPLORER]
         work = sum(heartbeat.work for heartbeat in explorers)
         self._idle_s = self._idle_s + passed if waiting and explorers and work == self._work else 0.0
         self._work = work
-        # An engine that generates nothing for request_timeout_s is the explorer's to complain of.
+        # The explorer reports an engine that generates nothing for request_timeout_s.
         if self._idle_s <= self._stall_s + self._config.rollout.request_timeout_s:
             return None
         return (
-            "the job waits for a rollout of which no sample has ended and no token was generated for "
+            "the job waits for a rollout: no sample has ended and no token was generated for "
             f"{self._idle_s:.0f} s (cluster.stall_s={self._stall_s:g} beyond "
             f"rollout.request_timeout_s={self._config.rollout.request_timeout_s:g}); the explorer: {explorers[0].phase}"
         )
 
     def _end(self, helpers: set[Process], alive: Sequence[Started]) -> None:
-        """SIGKILL, which makes a death of a stall."""
+        """Kill silent processes, so that the stall becomes a death."""
         names = ", ".join(sorted(p.name for p in helpers))
         log.error(
             "%s",
@@ -143,14 +142,12 @@ class Watchdog:
         )
         for process in helpers:
             process.signal(signal.SIGKILL)
-        self._seen.clear()  # whoever waited for them gets time again
+        self._seen.clear()  # processes that waited for them get their full timeout again
 
     def _give_up(self, what: str, alive: Sequence[Started]) -> None:
         text = self._account(what, alive)
         for s in alive:
-            if (
-                kind_of(s.process.name) is ProcessKind.TRAINER
-            ):  # blocked, they would only use up the grace that others get to end
+            if kind_of(s.process.name) is ProcessKind.TRAINER:  # blocked ranks would use up the others' grace
                 s.process.signal(signal.SIGKILL)
         raise JobError(text)
 
@@ -183,12 +180,12 @@ class Watchdog:
                     return f"stacks of all processes: {path}"
                 except FileExistsError:
                     raise
-                except OSError as error:  # for instance a full disk
+                except OSError as error:  # e.g. a full disk
                     return f"stacks of all processes cannot be written to {path} ({error})"
         return "stacks are in none of a thousand files"
 
 
 def _accounts(alive: Sequence[Started]) -> dict[str, Account]:
-    """Accounts of all processes, by name; on every node at once."""
+    """Return the accounts of all processes, by name; nodes work in parallel."""
     found = on_every_node(alive, lambda node, names: node.accounts(names))
     return {name: account for node in found for name, account in node.items()}

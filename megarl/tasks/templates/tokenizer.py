@@ -67,7 +67,7 @@ class ChatTokenizer:
         """True if the model has a processor. Some of its templates then pass over a content that is a plain text."""
         self.suffix = self._after_answers()
         """Text that the template writes after a response; "" where that is unknown."""
-        written = next((i for i in self._encode(self.suffix).ids if i in eos_ids), None)
+        written = next((i for i in self.encode(self.suffix).ids if i in eos_ids), None)
         self.end_id: int = next(i for i in (written, own_eos, eos_ids[0]) if i in eos_ids)
         """Token that ends demonstrations: the one with which the template ends an answer, where sampling ends with it;
         else the tokenizer's own eos_token, else the first of ``eos_ids``."""
@@ -130,9 +130,19 @@ class ChatTokenizer:
         """Text of a token by its id."""
         return self._tokenizer.id_to_token(number)
 
-    def render(self, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> str:
-        """The prompt's text, up to where the model's answer begins. ``kwargs``: template options of the row."""
-        return self._render(messages, kwargs)
+    def render(self, messages: Messages, kwargs: Mapping[str, Any] | None = None, *, answered: bool = False) -> str:
+        """Return the text of a conversation, up to where the model's answer begins.
+
+        Args:
+            kwargs: Template options of the row.
+            answered: The last message is the model's answer, and no further one is to begin.
+        """
+        if self.multimodal:
+            messages = [
+                {name: _as_parts(value) if name == "content" else value for name, value in message.items()}
+                for message in messages
+            ]
+        return self._template.render(messages, {**self.kwargs, **(kwargs or {})}, answered=answered)
 
     def prompt_ids(self, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
         """int32 [P]; ids of the prompt as :meth:`render` makes it."""
@@ -140,7 +150,7 @@ class ChatTokenizer:
 
     def rendered_ids(self, text: str) -> np.ndarray:
         """int32 [P]; ids of a rendered prompt. The template writes the special tokens, so none are added."""
-        return _array(self._encode(text).ids)
+        return _array(self.encode(text).ids)
 
     def response_ids(self, text: str) -> np.ndarray:
         """int32 [R]; ids of a demonstration's text, ended by the end-of-sequence token."""
@@ -158,7 +168,7 @@ class ChatTokenizer:
         self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None
     ) -> tuple[str, str]:
         """(the prompt's text, the conversation's, which begins with it). Raises as :meth:`answer_ids`."""
-        prompt, whole = self.render(messages, kwargs), self._render([*messages, answer], kwargs, answered=True)
+        prompt, whole = self.render(messages, kwargs), self.render([*messages, answer], kwargs, answered=True)
         if not whole.startswith(prompt):
             raise DataError(
                 "the model's chat template renders the conversation with its answer otherwise than the prompt (such as "
@@ -178,7 +188,7 @@ class ChatTokenizer:
             ids, text = ids[: last + 1], text[: ends[last]]
         elif text.endswith(self.suffix):
             text = text[: len(text) - len(self.suffix)]
-            ids = [*self._following(prompt, prompt + text, start, self._encode(prompt + text))[0], self.end_id]
+            ids = [*self._following(prompt, prompt + text, start, self.encode(prompt + text))[0], self.end_id]
         else:
             raise DataError(
                 f"the model's chat template ends the answer with none of the end tokens {list(self.eos_ids)}: "
@@ -226,15 +236,8 @@ class ChatTokenizer:
         :meth:`decode`."""
         return self._thoughts.common(self.decode(ids, special=True))
 
-    def _render(self, messages: Messages, kwargs: Mapping[str, Any] | None, *, answered: bool = False) -> str:
-        if self.multimodal:
-            messages = [
-                {name: _as_parts(value) if name == "content" else value for name, value in message.items()}
-                for message in messages
-            ]
-        return self._template.render(messages, {**self.kwargs, **(kwargs or {})}, answered=answered)
-
-    def _encode(self, text: str) -> Encoding:
+    def encode(self, text: str) -> Encoding:
+        """Return the ids of a text, and the place of each in it; no special token is added."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _following(self, prompt: str, whole: str, start: Encoding, encoding: Encoding) -> tuple[list[int], list[int]]:
@@ -242,7 +245,7 @@ class ChatTokenizer:
         count = len(start.ids)
         if encoding.ids[:count] == start.ids:
             return encoding.ids[count:], [end - len(prompt) for _, end in encoding.offsets[count:]]
-        encoding = self._encode(
+        encoding = self.encode(
             whole[len(prompt) :]
         )  # a token across the border: sampling begins after the prompt's own
         return encoding.ids, [end for _, end in encoding.offsets]
@@ -251,7 +254,7 @@ class ChatTokenizer:
         """Text that the template writes after an answer; nothing where it refuses the shortest of conversations."""
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
         try:
-            return self._render(chat, None, answered=True).rpartition(PROBE)[2]
+            return self.render(chat, None, answered=True).rpartition(PROBE)[2]
         except DataError:
             return ""
 

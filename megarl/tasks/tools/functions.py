@@ -96,7 +96,7 @@ class ToolFunction:
 def tools_of(rollout: RolloutConfig) -> dict[str, ToolFunction]:
     """Tools of ``rollout.tools`` by name. Raises ConfigError."""
     if not rollout.tools:
-        raise ConfigError("rollout.workflow=tools needs rollout.tools: python, calculator, or Python files (.py)")
+        raise ConfigError(f"rollout.workflow=tools needs rollout.tools: {', '.join(OWN)}, or Python files (.py)")
     found: dict[str, ToolFunction] = {}
     for named in rollout.tools:
         where = f"rollout.tools={named}"

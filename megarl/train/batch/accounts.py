@@ -1,4 +1,4 @@
-"""Account of a step: all that was sampled for it is trained or excluded by name, in trajectories and in tokens.
+"""Account of a step: every sample is trained or excluded for a named reason, in trajectories and in tokens.
 
 Metrics of a step's trajectories: their scores, lengths and ends.
 """
@@ -15,7 +15,7 @@ from megarl.core.schema import End, Outcome
 
 @dataclass(frozen=True)
 class Amount:
-    """Trajectories, and tokens that engines have sampled for them."""
+    """Number of trajectories, and of the tokens that engines sampled for them."""
 
     trajectories: int = 0
     tokens: int = 0
@@ -29,10 +29,10 @@ NONE = Amount()
 
 
 class Excluded(dict[str, Amount]):
-    """Reason -> what was excluded for it."""
+    """Reason -> excluded amount."""
 
     def add(self, reason: str, amount: Amount) -> None:
-        """Add to a reason; nothing where there is nothing."""
+        """Add an amount to a reason; ignore an empty amount."""
         if amount != NONE:
             self[reason] = self.get(reason, NONE) + amount
 
@@ -46,18 +46,18 @@ class Excluded(dict[str, Amount]):
 
 @dataclass(frozen=True)
 class SampleAccount:
-    """Sum of what engines have sampled for the groups of a step, replayed ones among them, and of what is left out."""
+    """Amounts sampled for the groups of a step, including replayed ones, and excluded from training."""
 
     sampled: Amount
     excluded: Mapping[str, Amount]
-    """Without what the batch excludes: dropped groups, excluded members, greedy answers."""
+    """Dropped groups, excluded members, greedy responses; ``metrics`` adds what the batch excludes."""
 
     def metrics(self, trained: Amount, more: Mapping[str, Amount]) -> dict[str, float]:
         """Return ``rollout/trajectories/*`` and ``rollout/tokens/*``.
 
         Args:
-            trained: In some update of the step.
-            more: What the batch excludes, by reason.
+            trained: Amount in any update of the step.
+            more: Amounts that the batch excludes, by reason.
 
         Raises:
             AssertionError: the numbers do not add up.
@@ -81,7 +81,7 @@ def sum_of(amounts: Iterable[Amount]) -> Amount:
 
 
 def account_line(steps: Iterable[Mapping[str, float | None]]) -> str:
-    """Say what became of all that the steps of a run have sampled: sampled = trained + excluded, by name."""
+    """Format the account of a run's samples: sampled = trained + excluded, by reason."""
     totals: dict[str, dict[str, float]] = {"trajectories": {}, "tokens": {}}
     for metrics in steps:
         for name, value in metrics.items():
@@ -100,7 +100,7 @@ def _unit_line(unit: str, found: Mapping[str, float]) -> str:
 
 
 def trajectory_metrics(trajectories: list[Outcome], verified: Report) -> dict[str, float]:
-    """Scores, lengths and ends of a step's trajectories."""
+    """Return metrics of scores, lengths and ends of a step's trajectories."""
     lengths = [float(e.response_length) for e in trajectories]
     scores = [e.reward.score for e in trajectories]
     metrics = spread("critic/score", scores) | spread("critic/rewards", scores)

@@ -29,45 +29,45 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepPlan:
-    """Sequences of a step as models will take them, before they are made."""
+    """Sequences of a step as models will process them, before they are made."""
 
     lengths: torch.Tensor
     """int64 [N]"""
     patches: Sequence[int] | None
-    """[N], of their images; None for a text model."""
+    """[N], image patches; None for a text model."""
     updates: list[list[list[int]]]
     outside: list[list[int]]
     overlong: set[int]
-    """As ``StepBatch`` has them."""
+    """Fields as in ``StepBatch``; ``overlong``: indices from ``overlong()``."""
     teachers: Sequence[str | None] = ()
-    """[N], name of each sequence's teacher; () where the job has none."""
+    """[N], name of each sequence's teacher; () if the job has none."""
 
 
 @dataclass
 class StepBatch:
-    """The same on every rank, but for ``sequences`` and ``turn_advantages``: those are of what the rank holds."""
+    """Equal on every rank, except ``sequences`` and ``turn_advantages``, which cover the rank's own sequences."""
 
     outcomes: list[Outcome]
     """Trajectories of the step, without their tokens."""
     rows: list[Outcome]
-    """Trajectory of each sampled sequence of the step."""
+    """Trajectory of each sampled sequence."""
     sequences: Sequences
-    """Held by this rank, of those below: its share, or all."""
+    """Sequences that this rank holds: its share of the step, or all."""
     updates: list[list[list[int]]]
-    """Units that each optimizer update trains on: numbers of sequences that go through the model together. Sequences of
-    a step are the samples of the trajectories, in the order of ``rows``, then demonstrations. All samples of a
-    trajectory are in one update."""
+    """Units of each optimizer update: indices of sequences that share a micro-batch. A step's sequences are the samples
+    of the trajectories, in the order of ``rows``, then demonstrations. All samples of a trajectory are in one
+    update."""
     finish_reasons: list[FinishReason]
     """Reason why the last turn of each sampled sequence ended."""
     turn_advantages: torch.Tensor | None = None
-    """float32 [T] of ``turn_rewards``; None without."""
+    """float32 [T] from ``turn_rewards``; None without them."""
     outside: list[list[int]] = field(default_factory=list)
-    """Units of the sequences that no update trains on: truncated answers that are filtered, answers that are in no
-    pair. Earlier segments are not among them: nothing is computed for those."""
+    """Units that no update trains on: filtered truncated responses, and responses in no pair. Earlier segments are not
+    included: nothing is computed for them."""
     trained: Amount = NONE
     """Sampled tokens in the loss of an update, and their trajectories."""
     excluded: dict[str, Amount] = field(default_factory=dict)
-    """Reason -> samples that are in no update. Some of a trajectory's tokens count without a trajectory."""
+    """Reason -> samples in no update. Tokens excluded from a trained trajectory count without a trajectory."""
 
     @property
     def teachers(self) -> list[str | None]:
@@ -75,7 +75,7 @@ class StepBatch:
         return [row.teacher for row in self.rows] + [None] * (len(self.sequences.step_lengths) - len(self.rows))
 
     def kept(self, mask: torch.Tensor) -> Tokens:
-        """Tokens of ``mask`` (bool [T]), to be reduced over the whole step."""
+        """Return the tokens of ``mask`` (bool [T]), for reductions over the whole step."""
         return Tokens(mask, self.sequences.lengths, self.sequences.together)
 
 
@@ -91,18 +91,17 @@ def make_batch(
     *,
     replays_routing: bool = False,
 ) -> StepBatch:
-    """Sequences of a step, dealt to its updates; demonstrations in equal shares.
+    """Make a step's sequences and divide them among its updates, demonstrations in equal shares.
 
     Args:
-        lags: Lag of each version that has sampled some token; None where all are 0.
-        images: Those of the step; None for a text model.
-        share_of: Chooses the sequences that this rank will hold; None is all.
-        replays_routing: Use the expert ids of the trajectories (``rollout.routing_replay``); False leaves them out,
-            unread.
+        lags: Lag of each version that sampled tokens; None if all are 0.
+        images: Images of the step; None for a text model.
+        share_of: Chooses the sequences that this rank will hold; None for all.
+        replays_routing: Use the trajectories' expert ids (``rollout.routing_replay``); False skips them unread.
 
     Raises on every rank:
-        NonRetryableError: an algorithm pairs trajectories of several samples; or expert ids fit no tokens.
-        DataError: a sequence has other placeholders than its images need.
+        NonRetryableError: an algorithm pairs trajectories with several samples; expert ids do not fit tokens.
+        DataError: placeholders of a sequence do not fit its images.
     """
     outcomes = [Outcome.of(trajectory) for trajectory in trajectories]
     if not replays_routing:
@@ -142,15 +141,15 @@ def make_batch(
 
 
 def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:
-    """Numbers of the sequences that ``algorithm.overlong_filtering`` leaves out of the loss: every sample of a
-    truncated trajectory."""
+    """Return the indices of sequences that ``algorithm.overlong_filtering`` removes from the loss: all samples of
+    truncated trajectories."""
     if not settings.overlong_filtering:
         return []
     return [i for i, outcome in enumerate(rows) if outcome.truncated]
 
 
 def filter_overlong(batch: StepBatch, settings: AlgorithmConfig) -> None:
-    """Take truncated answers out of the loss mask, after inference: their log-probs are compared with the engine's."""
+    """Remove truncated responses from the loss mask, after inference: the mismatch includes their log-probs."""
     if numbers := overlong(batch.rows, settings):
         sequences = batch.sequences
         kept = torch.ones(len(sequences.step_lengths), dtype=torch.bool)
@@ -178,16 +177,15 @@ def _units(
 
 
 def updates_of(units: Sequence[T], updates: int, *, exactly: bool = False) -> list[list[T]]:
-    """Units in order in ``updates`` equal parts; fewer parts when there are fewer units, unless ``exactly`` so many are
-    asked for."""
+    """Divide units in order into ``updates`` equal parts; into fewer if there are fewer units, unless ``exactly``."""
     updates = updates if exactly else min(updates, len(units))
     cuts = [u * len(units) // updates for u in range(updates + 1)] if updates else []
     return [list(units[start:end]) for start, end in itertools.pairwise(cuts)]
 
 
 def each_once(updates: Sequence[Sequence[Sequence[int]]]) -> list[list[list[int]]]:
-    """Units of ``updates`` without the sequences that a unit before has: an answer may be in several pairs, and outputs
-    of two ranks would be added up."""
+    """Remove repeated sequences from the units: a response may be in several pairs, and outputs of two ranks would be
+    summed."""
     seen: set[int] = set()
     found: list[list[list[int]]] = []
     for units in updates:

@@ -1,4 +1,4 @@
-"""A step's batch as the actor and its loss take it, for files that people compare with the store."""
+"""A step's batch as input of actor and loss, for files that users compare with the store."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from megarl.learn.training.objectives import LossTokens
 from megarl.train.batch.batch import StepBatch
 
 Arrays = dict[str, np.ndarray]
-"""Fields of ``KeptBatch`` by name, of some micro-batches."""
+"""Fields of ``KeptBatch`` by name, for some micro-batches."""
 
 
 def kept_batch(batch: StepBatch, actor: Model) -> KeptBatch | None:
-    """Return what the updates of a step train on, as each data-parallel rank makes its own micro-batches; None on other
-    ranks than the first. Every rank calls it."""
+    """Return the training input of a step's updates, from the micro-batches of each data-parallel rank; None on ranks
+    other than 0. Every rank calls it."""
     own = [taken(batch, actor.micro_batches(batch.sequences, units), i) for i, units in enumerate(batch.updates)]
     every = _of_each_rank(own, actor.dp_rank)
     return None if every is None else put_together(batch, every)
 
 
 def taken(batch: StepBatch, micro_batches: Iterable[MicroBatch], update: int) -> Arrays:
-    """Read what the model and the loss take of an update's micro-batches, without their padding."""
+    """Collect the input of model and loss from an update's micro-batches, without padding."""
     sequences = batch.sequences
     of_step = sequences.held(torch.arange(len(sequences.step_lengths)))
     found: list[tuple[torch.Tensor, ...]] = []
@@ -46,7 +46,7 @@ def taken(batch: StepBatch, micro_batches: Iterable[MicroBatch], update: int) ->
 
 
 def put_together(batch: StepBatch, every: Sequence[Sequence[Arrays]]) -> KeptBatch:
-    """Join what each data-parallel rank takes in each update, update by update."""
+    """Join the arrays of all data-parallel ranks, update by update."""
     parts = [of_rank[update] for update in range(len(batch.updates)) for of_rank in every]
     arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     group_ids = list(dict.fromkeys(row.group_id for row in batch.rows))
@@ -59,7 +59,7 @@ def put_together(batch: StepBatch, every: Sequence[Sequence[Arrays]]) -> KeptBat
 
 
 def _of_each_rank(own: list[Arrays], dp_rank: int) -> list[list[Arrays]] | None:
-    """Collect what each data-parallel rank has on rank 0, one rank after the other; None elsewhere."""
+    """Gather each data-parallel rank's arrays on rank 0, one rank after the other; None elsewhere."""
     places: list[int] = [0] * dist.get_world_size()
     dist.all_gather_object(places, dp_rank)
     senders = [places.index(number) for number in range(max(places) + 1)]

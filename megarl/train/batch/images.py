@@ -1,4 +1,4 @@
-"""Images of a step's sequences on a trainer rank: their files, and their patches where the rank's model takes them."""
+"""Images of a step's sequences on a trainer rank: files, and patches on ranks whose model needs them."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ from megarl.tasks import ChatTokenizer, encode_demonstrations
 from megarl.tasks.images.processor import Processor
 
 PATCH_BYTES = 2**28
-"""Bytes of patches that a rank keeps: an image of a step goes through several models, several times."""
+"""Maximum bytes of cached patches: several models process an image of a step, several times."""
 
 
 @final
 class ImageInputs:
-    """Files and patches of the images of a step, made by the model's own processor.
+    """Files and patches of a step's images, processed by the model's own processor.
 
-    Patches are made when a micro-batch asks for them, so only on ranks whose part of the model has the tower.
+    Patches are computed when a micro-batch needs them, so only on ranks with the vision tower.
     """
 
     def __init__(self, processor: Processor, vision: Vision) -> None:
         self._processor = processor
         self._vision = vision
-        self._patches: OrderedDict[str, torch.Tensor] = OrderedDict()
-        """By digest, the last asked for at the end."""
+        self.kept: OrderedDict[str, torch.Tensor] = OrderedDict()
+        """Patches by digest, most recently used last."""
         self._nbytes = 0
 
     @classmethod
@@ -53,20 +53,20 @@ class ImageInputs:
         """Set ``sequences.images``.
 
         Args:
-            files: Of each sequence; their vectors have placeholders among its tokens.
-            name: Gives the name of a sequence, by its number among these.
+            files: Image files of each sequence; its tokens have placeholders for their vectors.
+            name: Returns the name of a sequence, given its index.
 
-        Raises DataError where the tokens have other placeholders.
+        Raises DataError if the placeholders do not fit.
         """
         whole = zip(sequences.lengths.tolist(), files, strict=True)
         self.put_parts(sequences, [[(0, length, own)] for length, own in whole], name)
 
     def of_step(self, files: Mapping[str, bytes]) -> StepImages:
-        """Return what knows the images of a step's samples, given their ``files`` by digest."""
+        """Return the images of a step's samples, given their ``files`` by digest."""
         return StepImages(self, files)
 
     def patches(self, file: bytes) -> int:
-        """Patches of the image of a file, by its head."""
+        """Return the number of patches of an image file, from its header."""
         return math.prod(self._processor.grid(file))
 
     def put_parts(
@@ -75,10 +75,10 @@ class ImageInputs:
         spans: Sequence[Sequence[tuple[int, int, Sequence[bytes]]]],
         name: Callable[[int], str],
     ) -> None:
-        """Set ``sequences.images``, given (start, end, files) of the parts of each sequence that have some, and its
+        """Set ``sequences.images``, given each sequence's parts with images as (start, end, files), and its
         ``name``."""
         found: dict[str, tuple[Image, bytes]] = {}
-        known: dict[int, Image] = {}  # by the file's address: samples of a group share theirs
+        known: dict[int, Image] = {}  # by the file's address: samples of a group share files
         images = [
             [
                 (start, end, [known.get(id(f)) or self._look(f, found, known) for f in files])
@@ -93,27 +93,27 @@ class ImageInputs:
         sequences.images = images_of(sequences.tokens, sequences.lengths, images, patches, self._vision, name)
 
     def expand(self, prompt_ids: np.ndarray, files: Sequence[bytes]) -> np.ndarray:
-        """int32 [P] with as many placeholders for each image as it has vectors, from ids with one for each."""
+        """Return int32 [P] with one placeholder per image vector, from ids with one placeholder per image."""
         return self._processor.expand(prompt_ids, files) if files else prompt_ids
 
     def _look(self, file: bytes, found: dict[str, tuple[Image, bytes]], known: dict[int, Image]) -> Image:
-        """The image of a file, by its head; put into ``found`` by digest and ``known`` by address."""
+        """Return a file's image, from its header; store it in ``found`` by digest and in ``known`` by address."""
         digest = file_digest(file)
         image, _ = found.setdefault(digest, (Image(digest, self._processor.grid(file)), file))
         known[id(file)] = image
         return image
 
     def _patches_of(self, found: Mapping[str, tuple[Image, bytes]], digest: str) -> torch.Tensor:
-        """float32 [p, w] of an image of the batch that has ``found``."""
-        if (patches := self._patches.get(digest)) is None:
+        """Return float32 [p, w] patches of an image in ``found``."""
+        if (patches := self.kept.get(digest)) is None:
             image, file = found[digest]
             made, grid = self._processor.pixels(file)
             assert grid == image.grid, f"image {digest}: {grid}, by its head {image.grid}"
-            patches = self._patches[digest] = torch.from_numpy(made)
+            patches = self.kept[digest] = torch.from_numpy(made)
             self._nbytes += patches.nbytes
-        self._patches.move_to_end(digest)
-        while len(self._patches) > 1 and self._nbytes > PATCH_BYTES:
-            self._nbytes -= self._patches.popitem(last=False)[1].nbytes
+        self.kept.move_to_end(digest)
+        while len(self.kept) > 1 and self._nbytes > PATCH_BYTES:
+            self._nbytes -= self.kept.popitem(last=False)[1].nbytes
         return patches
 
 
@@ -124,25 +124,25 @@ class StepImages:
     def __init__(self, inputs: ImageInputs, files: Mapping[str, bytes]) -> None:
         self.inputs = inputs
         self._files = files
-        """Of the samples, by digest."""
+        """Files of the samples by digest."""
         self._patches: dict[str, int] = {}
 
     def put(self, sequences: Sequences, samples: Sequence[Sequence[ImagesAt]], name: Callable[[int], str]) -> None:
-        """Set ``sequences.images``, given those of each sample, and its ``name``. Raises DataError as
+        """Set ``sequences.images``, given each sample's images and ``name``. Raises DataError as
         ``ImageInputs.put``."""
         parts = [[(at.start, at.end, [self._files[digest] for digest in at.digests]) for at in own] for own in samples]
         self.inputs.put_parts(sequences, parts, name)
 
     def patches(self, digests: Iterable[str]) -> int:
-        """Patches of images of samples."""
+        """Return the number of patches of samples' images."""
         return sum(self._of(digest) for digest in digests)
 
     def patches_of(self, files: Sequence[bytes]) -> int:
-        """Patches of a demonstration's images."""
+        """Return the number of patches of a demonstration's images."""
         return sum(map(self.inputs.patches, files))
 
     def _of(self, digest: str) -> int:
-        if digest not in self._patches:  # a group's samples share theirs
+        if digest not in self._patches:  # samples of a group share images
             self._patches[digest] = self.inputs.patches(self._files[digest])
         return self._patches[digest]
 
@@ -150,7 +150,7 @@ class StepImages:
 def demonstrations_of(
     tasks: Sequence[Task], tokenizer: ChatTokenizer, images: ImageInputs | None
 ) -> list[Demonstration]:
-    """Encode demonstrations, placeholders of images expanded. Raises DataError as ``encode_demonstrations``."""
+    """Encode demonstrations with image placeholders expanded. Raises DataError as ``encode_demonstrations``."""
     pairs = encode_demonstrations(tasks, tokenizer)
     if images is None:
         return pairs

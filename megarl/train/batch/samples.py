@@ -1,7 +1,7 @@
-"""Samples of a step's trajectories: facts of all of them, and the sequences that a rank holds.
+"""Samples of a step's trajectories: facts about all of them, and the sequences that a rank holds.
 
-A step is read twice. The facts say how its sequences are dealt; then arrays are made of what the rank's models take.
-Shape legend: N sequences of a step: all samples, then demonstrations; n of them held, T their positions.
+A step is read twice: first for the facts, which determine how sequences are dealt, then for the arrays that the rank's
+models need. Shape legend: N sequences of a step: all samples, then demonstrations; n of them held, T their positions.
 """
 
 from __future__ import annotations
@@ -24,45 +24,45 @@ from megarl.learn.batching.sequences import NO_IDS
 from megarl.train.batch.images import StepImages
 
 WITHOUT_REPLAY = "set rollout.routing_replay to false"
-"""Fix of expert ids that cannot be replayed."""
+"""Fix for expert ids that cannot be replayed, for errors."""
 
 
 class SampleFacts(NamedTuple):
-    """Facts that the dealing of a step, and its counts, need of a sample."""
+    """Facts about a sample, for dealing and counting."""
 
     trajectory: int
-    """Number of its trajectory in the step."""
+    """Index of its trajectory in the step."""
     length: int
-    """Tokens, those of the prompt among them."""
+    """Number of tokens, including the prompt."""
     trained: int
-    """Tokens that it trains (``TrainingSample.response_mask``)."""
+    """Number of tokens to train (``TrainingSample.response_mask``)."""
     tokens: int
-    """Tokens in the loss: those of them that ``algorithm.segments`` leaves."""
+    """Number of these tokens in the loss, after ``algorithm.segments``."""
     finish_reason: FinishReason
     patches: int
     lags: bool
     """True if some token has a lag."""
     routing: tuple[np.dtype, int, int, int] | None
-    """Type, tokens, layers and experts of a token of its expert ids; None where it has none."""
+    """(dtype, tokens, layers, experts per token) of its expert ids; None without ids."""
 
 
 @dataclass(frozen=True)
 class StepSamples:
-    """Trajectories and demonstrations of a step, of which sequences are made."""
+    """Trajectories and demonstrations of a step, from which sequences are made."""
 
     trajectories: Sequence[Trajectory]
     demonstrations: Sequence[ExpertRow]
     settings: AlgorithmConfig
     lags: Mapping[WeightsVersion, int] | None = None
-    """As ``make_batch`` takes them."""
+    """Lags as in ``make_batch``."""
     images: StepImages | None = None
     """None for a text model."""
 
     @cached_property
     def facts(self) -> list[SampleFacts]:
-        """Facts of each sample, from one trajectory's arrays at a time.
+        """Facts of each sample, computed from one trajectory's arrays at a time.
 
-        Raises NonRetryableError where all have expert ids, of some for another number of tokens or of several layouts.
+        Raises NonRetryableError if all have expert ids, but some do not fit the number of tokens, or layouts differ.
         """
         found = [
             SampleFacts(
@@ -84,18 +84,18 @@ class StepSamples:
 
     @property
     def _routed(self) -> bool:
-        """True if every sample of the step has expert ids; else those of none are used."""
+        """True if every sample of the step has expert ids; otherwise none are used."""
         return bool(self.facts) and all(fact.routing is not None for fact in self.facts)
 
     @cached_property
     def lengths(self) -> torch.Tensor:
-        """int64 [N]: tokens of each sequence."""
+        """int64 [N]: number of tokens of each sequence."""
         shown = [len(row.prompt) + len(row.response) for row in self.demonstrations]
         return torch.tensor([*(fact.length for fact in self.facts), *shown], dtype=torch.int64)
 
     @cached_property
     def patches(self) -> list[int] | None:
-        """Patches of the images of each sequence; None for a text model."""
+        """Image patches of each sequence; None for a text model."""
         if self.images is None:
             return None
         shown = (self.images.patches_of(row.images) for row in self.demonstrations)
@@ -104,10 +104,10 @@ class StepSamples:
     def sequences(self, share: StepShare | None = None) -> Sequences:
         """Make the sequences of a share, or all of them.
 
-        What some sequence of the step has (demonstrations, lags, images, expert ids) each rank has, also where its own
-        sequences have none.
+        If any sequence of the step has demonstrations, lags, images or expert ids, each rank gets these fields, even if
+        its own sequences have none.
 
-        Raises DataError, on a rank that holds it, where a sequence has other placeholders than its images need.
+        Raises DataError, on a rank that holds the sequence, if placeholders do not fit its images.
         """
         numbers = range(len(self.lengths)) if share is None else share.numbers.tolist()
         first = len(self.facts)
@@ -134,7 +134,7 @@ class StepSamples:
         return result
 
     def _samples(self, numbers: set[int]) -> Iterator[TrainingSample]:
-        """Yield samples by their numbers; of other trajectories none is made."""
+        """Yield samples by their indices; other trajectories are skipped."""
         of_trajectory: dict[int, list[int]] = {}
         for number, fact in enumerate(self.facts):
             of_trajectory.setdefault(fact.trajectory, []).append(number)
@@ -145,7 +145,7 @@ class StepSamples:
             yield from (sample for number, sample in zip(members, samples, strict=True) if number in numbers)
 
     def _check_routing(self, facts: Sequence[SampleFacts]) -> None:
-        """Check the shapes of expert ids, which are used where every sample has some. Raises NonRetryableError."""
+        """Check the shapes of expert ids if every sample has ids. Raises NonRetryableError."""
         layouts: dict[tuple[int, int], str] = {}
         ids = [fact.routing for fact in facts if fact.routing is not None]
         if len(ids) < len(facts):
@@ -160,12 +160,12 @@ class StepSamples:
             layouts.setdefault((layout[0], layout[1]), name)
         if len(layouts) > 1:
             raise NonRetryableError(
-                "expert ids of one step are of several layouts (layers, experts of a token): "
+                "expert ids of one step have several layouts (layers, experts of a token): "
                 f"{', '.join(f'{layout} of {name}' for layout, name in layouts.items())}; {WITHOUT_REPLAY}"
             )
 
     def _complete_routing(self, sequences: Sequences) -> None:
-        """Have expert ids of no engine where every sample of the step has some, and the rank holds none of these."""
+        """Set empty expert ids on a rank with demonstrations only, if every sample of the step has ids."""
         if self._routed and sequences.routing is None and self.facts[0].routing is not None:
             dtype, _, *shape = self.facts[0].routing
             ids = np.full((len(sequences.tokens), *shape), NO_IDS, dtype)
@@ -173,7 +173,7 @@ class StepSamples:
 
 
 def without_routing(trajectory: Trajectory) -> Trajectory:
-    """Leave out a trajectory's expert ids."""
+    """Remove a trajectory's expert ids."""
     turns = (turn if turn.routing is None else replace(turn, routing=None) for turn in trajectory.turns)
     return replace(trajectory, turns=tuple(turns))
 
@@ -181,10 +181,10 @@ def without_routing(trajectory: Trajectory) -> Trajectory:
 def of_experts(
     rows: Sequence[ExpertRow], images: StepImages | None = None, numbers: Sequence[int] | None = None
 ) -> Sequences:
-    """Demonstrations with their images; their teacher's log-probs, if there are any, in the place of an engine's.
+    """Make sequences of demonstrations with their images; teacher log-probs, if any, replace the engine's.
 
     Args:
-        numbers: Those of the rows among the step's, for messages; None for all of them.
+        numbers: Indices of the rows in the step, for messages; None for all rows.
     """
     pairs = [(row.prompt, row.response) for row in rows]
     logp = [row.teacher_logp for row in rows if row.teacher_logp is not None]
@@ -198,10 +198,9 @@ def of_experts(
 
 
 def current(samples: Sequence[TrainingSample], settings: AlgorithmConfig) -> list[TrainingSample]:
-    """Take out of the samples of a trajectory what older weights have sampled than its newest
-    (``algorithm.segments=current``).
+    """Mask response tokens sampled by older weights than a trajectory's newest (``algorithm.segments=current``).
 
-    By steps in the weights and not by versions: an evaluation publishes the same weights as another version.
+    Weights are compared by training steps, not by versions: an evaluation publishes the same weights as a new version.
     """
     if settings.segments == "all":
         return list(samples)

@@ -1,9 +1,9 @@
-"""Advantages of turns from their own rewards, beside those of whole trajectories.
+"""Advantages of turns from turn rewards, combined with advantages of whole trajectories.
 
-G_k = Σ_{j ≥ k} turn_gamma^(j − k)·r_j over the model's turns of a line, r_j = 0 where a turn has no reward. The
-algorithm's own advantage is taken of G_k among all trajectories of the group that have a turn k: MT-GRPO (2505.11821)
-compares turns by their number, GiGPO (2505.10978) has discounted returns and adds both advantages. A turn that nobody
-else of the group has gets 0. Each token of turn k then has
+G_k = Σ_{j ≥ k} turn_gamma^(j − k)·r_j over the model's turns of a line, r_j = 0 for a turn without reward. The
+algorithm's advantage of G_k is taken among the trajectories of the group with a turn k. MT-GRPO (2505.11821) compares
+turns by their number; GiGPO (2505.10978) uses discounted returns and adds both advantages. A turn without counterpart
+in the group gets 0. Each token of turn k then has
 A = (1 − turn_rewards)·A_trajectory + turn_rewards·A_k.
 """
 
@@ -25,9 +25,9 @@ from megarl.learn.batching import Sequences, per_token
 def turn_advantages(
     trajectories: Sequence[Trajectory], sequences: Sequences, algorithm: Algorithm, settings: AlgorithmConfig
 ) -> torch.Tensor:
-    """float32 [T] of the held samples of a step's trajectories, whole groups of them; 0 where no token is trained."""
+    """Return float32 [T] for the held samples of whole groups; 0 where no token is trained."""
     of_turns: dict[tuple[int, int], float] = {}
-    """Number of a trajectory and index of a turn in it -> advantage."""
+    """(index of a trajectory, index of a turn in it) -> advantage."""
     places = {id(trajectory): i for i, trajectory in enumerate(trajectories)}
     for group in by_group(trajectories):
         returns: dict[int, dict[tuple[int, int], float]] = {}
@@ -57,7 +57,7 @@ def _compared(
 
 
 def _returns(trajectory: Trajectory, gamma: float) -> Iterator[tuple[int, int, float]]:
-    """(index of a trained turn, its number among the model's turns of its line, its return)."""
+    """Yield (index of a trained turn, its number among the model's turns of its line, its return)."""
     for line, new in trajectory.trained_lines():
         value, own = 0.0, [i for i in line if trajectory.turns[i].author == "model"]
         for k in range(len(own) - 1, -1, -1):
@@ -67,6 +67,6 @@ def _returns(trajectory: Trajectory, gamma: float) -> Iterator[tuple[int, int, f
 
 
 def _responses(trajectory: Trajectory) -> Iterator[list[tuple[int, Turn]]]:
-    """Index and turn of all in the response of each sample. A turn that it does not train is masked there."""
+    """Yield (index, turn) of all turns in each sample's response. Turns that are not trained are masked there."""
     for line, new in trajectory.trained_lines():
         yield [(i, trajectory.turns[i]) for i in line[line.index(new[0]) : line.index(new[-1]) + 1]]

@@ -1,1 +1,1 @@
-"""Models of a rank, and what they compute about the tokens of a step before it trains on them."""
+"""A rank's models, and their forward passes over a step before training."""

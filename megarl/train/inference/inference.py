@@ -1,4 +1,4 @@
-"""Inference of a step: every model over the step's tokens, before the update.
+"""Inference of a step: forward passes of every model over the step's tokens, before the update.
 
 Shape legend: N sequences of a step, T their positions (``batching.Sequences``).
 """
@@ -24,14 +24,14 @@ from megarl.train.rank.ranks import on_all_ranks
 from megarl.weights.checkpoint.formats.score_pad import score_pad
 
 _PHASES = {"old_logp": Phase.OLD_LOGP, "ref_logp": Phase.REF_LOGP, "values": Phase.VALUES}
-"""Phase of inference by the field that it fills."""
+"""Field of ``Sequences`` -> phase of inference that fills it."""
 
 
 class Inference:
-    """Fills the fields of a step's batch that an algorithm needs, on every rank alike.
+    """Fills the fields of a step's batch that an algorithm needs. Every rank makes the same calls.
 
     Args:
-        enter: Has what a phase needs on the device (``PhaseMemory.enter``).
+        enter: ``PhaseMemory.enter``, which loads what a phase needs onto the device.
     """
 
     def __init__(self, config: Config, algorithm: Algorithm, models: Models, enter: Callable[[Phase], None]) -> None:
@@ -40,10 +40,10 @@ class Inference:
 
     @property
     def first_update_infers(self) -> bool:
-        """True if ``old_logp`` of the first update's tokens come from its own forward pass: nothing needs them
-        earlier (an algorithm's own ``estimate`` may), the critic's warm-up leaves no update out, each token goes
-        through the model once (an answer may be in several pairs), and updates compute what inference does (dropout of
-        adapters is theirs alone). The updates of offline jobs fill nothing."""
+        """True if the first update's own forward pass provides ``old_logp`` of its tokens. Requirements: nothing needs
+        them earlier (``estimate`` may), and the critic's warm-up skips no update. Each token passes through the model
+        once (a response may be in several pairs). Updates compute the same as inference (adapters' dropout differs).
+        Offline jobs fill nothing in updates."""
         algorithm, settings = self._algorithm, self._config.algorithm
         others = algorithm.estimate is not None or self.models.critic is not None
         once = algorithm.choose_pairs is None and not algorithm.offline
@@ -52,10 +52,10 @@ class Inference:
         return "old_logp" in algorithm.needs and once and alike and not others and settings.kl.target is None
 
     def fill(self, batch: StepBatch) -> None:
-        """Fill what the algorithm needs: log-probs under the weights that the update starts from, the reference's,
-        values. ``old_logp`` of the first update may be filled by ``Learner.train_step``.
+        """Fill the fields that the algorithm needs: log-probs of the update's starting weights and of the reference,
+        values. ``Learner.train_step`` may fill ``old_logp`` of the first update.
 
-        Raises NonRetryableError, on every rank, for expert ids that are none of the actor's.
+        Raises NonRetryableError, on every rank, for expert ids that do not fit the actor.
         """
         sequences = batch.sequences
         if self._config.rollout.routing_replay:
@@ -93,9 +93,9 @@ class Inference:
     def _inferred(
         self, updates: list[list[list[int]]], outside: list[list[int]], truncated: set[int]
     ) -> Iterator[tuple[str, Model | WithoutAdapters, list[list[list[int]]]]]:
-        """Yield (field of ``Sequences``, model that fills it, lists of units that it takes), in order. Arguments as of
+        """Yield (field of ``Sequences``, model that fills it, lists of units to process), in order. Arguments as in
         ``StepPlan``."""
-        # The mismatch takes log-probs of every answer, the adaptive KL of those that ``filter_overlong`` leaves.
+        # The mismatch uses log-probs of every response, the adaptive KL those that ``filter_overlong`` keeps.
         rest = outside if "old_logp" in self._algorithm.needs else []
         kept = [unit for unit in rest if not truncated.intersection(unit)]
 
@@ -111,8 +111,8 @@ class Inference:
             yield "values", models.critic.model, lists(kept)
 
     def share(self, plan: StepPlan) -> StepShare | None:
-        """Choose the sequences of a step that this rank holds: those that its models take in inference and updates;
-        None for all. Every rank calls it."""
+        """Choose the sequences of a step that this rank holds, which its models process in inference and updates; None
+        for all. Every rank calls it."""
         if self._algorithm.whole_step:
             return None
         inferred = self._inferred(plan.updates, plan.outside, plan.overlong)
@@ -142,12 +142,12 @@ def check_ids(sequences: Sequences, config: Config, name: str, teacher: Model) -
 
 
 def model_scores(model: Model, trajectories: list[Trajectory], images: StepImages | None = None) -> list[float]:
-    """The reward model's score of each trajectory, read after the model's last turn. Every rank calls it.
+    """Return the reward model's score of each trajectory, read after the last model turn. Every rank calls it.
 
     Args:
         images: Images of the step; None for a text model.
 
-    Raises DataError, on every rank, where a trajectory has other placeholders than its images need.
+    Raises DataError, on every rank, if a trajectory's placeholders do not fit its images.
     """
     lengths = torch.tensor([sum(map(len, trajectory.answered())) for trajectory in trajectories])
     patches = None
@@ -168,20 +168,20 @@ def model_scores(model: Model, trajectories: list[Trajectory], images: StepImage
 
 
 Taken = Sequence[tuple[Model | WithoutAdapters, Sequence[Sequence[int]] | None]]
-"""Models, and units of sequences that each takes in one go; None for all."""
+"""(model, units of sequences that it processes in one pass; None for all) pairs."""
 
 
 def share_of(lengths: torch.Tensor, patches: Sequence[int] | None, taken: Taken) -> StepShare | None:
-    """Make this rank's share of a step, the union of what its models take; None where a model has no data-parallel
-    ranks, so that all hold all of it.
+    """Make this rank's share of a step, the union of its models' sequences; None if a model has no data-parallel ranks,
+    so that all ranks hold the whole step.
 
     Every rank calls it.
 
     Args:
         lengths: int64 [N] of all sequences of the step.
-        patches: [N], of their images; None for a text model.
+        patches: [N], image patches; None for a text model.
 
-    Raises ValueError where a sequence is longer than a micro-batch.
+    Raises ValueError if a sequence is longer than a micro-batch.
     """
     if min((model.micro_batching.dp for model, _ in taken), default=1) == 1:
         return None

@@ -1,1 +1,1 @@
-"""Course of a job in a trainer rank."""
+"""Course of a job on a trainer rank."""

@@ -1,4 +1,4 @@
-"""Checkpoints of a running job: written between steps, resumed from, and the step that each of them counts."""
+"""Checkpoints of a running job: written between steps, and loaded on resume."""
 
 from __future__ import annotations
 
@@ -35,25 +35,24 @@ class Checkpointer:
         self._ranks = ranks
         self._reporter = reporter
         self._saved: TrainState | None = None
-        """State in the newest checkpoint, be it finished or pending."""
+        """State in the newest checkpoint, finished or pending."""
         self._pending: saving.Save | None = None
         self.failed = 0
-        """Checkpoints in a row that had no room on the disk."""
+        """Number of consecutive checkpoints that failed on a full disk."""
         self._base: str | None = None
-        """Digest of the model that the actor's adapters are for, once it is known."""
+        """Digest of the base model of the actor's adapters, once known."""
 
     def _folder(self, *, warming_up: bool) -> Path:
-        """Checkpoints of a phase. Apart, because a higher step of the warm start comes before step 0 of what
-        follows."""
+        """Return the checkpoint folder of a phase. The warm start's steps need a separate folder: they precede step 0
+        of the next phase."""
         return self._context.run_dir / "checkpoints" / ("warm_start" if warming_up else "")
 
     def newest(self) -> Path | None:
-        """The checkpoint to resume from, the same on every rank, all of which call it; None at the very start."""
+        """Return the checkpoint to resume from; None at the very start. Every rank calls it and gets the same path."""
         return saving.newest(self._folder(warming_up=False), self._folder(warming_up=True))
 
     def resume(self, models: Models) -> TrainState:
-        """Give the actor the weights of the newest checkpoint, or those the run begins with; return the state beside
-        them.
+        """Load the actor from the newest checkpoint, or from the run's first weights; return the matching state.
 
         Raises:
             CheckpointError: it cannot be loaded.
@@ -83,7 +82,7 @@ class Checkpointer:
         return state
 
     def _check_base(self, checkpoint: Path, made: Mapping[str, Any], models: Models) -> None:
-        """Raise CheckpointError where a checkpoint's adapters are for another model than the actor's."""
+        """Raise CheckpointError if a checkpoint's adapters are for another model than the actor's."""
         self._base = models.base_digest()
         if self._base is not None and made.get("base") != self._base:
             raise CheckpointError(
@@ -92,7 +91,7 @@ class Checkpointer:
             )
 
     def put_random_states(self, models: Models) -> None:
-        """Restore the random generators of the newest checkpoint. After all models are built: that draws numbers."""
+        """Restore the newest checkpoint's random generators. Call it last: building models draws random numbers."""
         if (found := self.newest()) is not None and not saving.put_random_states(found, models.parts()):
             self._reporter.log(
                 "random generators begin again from trainer.seed: the checkpoint was made on another grid"
@@ -108,21 +107,21 @@ class Checkpointer:
         interval: bool = False,
         **labels: int,
     ) -> None:
-        """Checkpoint models, optimizers and ``state``; nothing to do when the newest checkpoint holds ``state``.
+        """Checkpoint models, optimizers and ``state``; do nothing if the newest checkpoint has ``state``.
 
         Args:
-            enter: Has what a phase needs on the device (``PhaseMemory.enter``); None while everything stays there.
+            enter: ``PhaseMemory.enter``, which loads a phase's memory onto the device; None without offloading.
             version: Last published weights.
-            interval: A periodic checkpoint, without which the job can go on. With ``trainer.async_checkpoint`` it
-                counts once ``settle`` has found it written. On a full disk it is left out, at most
-                ``trainer.max_failed_checkpoints`` - 1 times in a row. Any other counts when this returns.
-            labels: Of the phase in the timeline.
+            interval: A periodic checkpoint, which the job can skip. With ``trainer.async_checkpoint`` it counts once
+                ``settle`` finds it written. On a full disk it is skipped, at most ``trainer.max_failed_checkpoints`` -
+                1 times in a row. Any other counts on return.
+            labels: Labels of the timeline phase.
 
         Raises:
             JobError: it cannot be written, or another attempt has taken over.
         """
         if state == self._saved and self._pending is None:
-            return  # to write it again would take the seconds that a job has to end
+            return  # writing it again would use up the time limit of a stopping job
         with self._reporter.timeline.phase("checkpoint", **labels):
             self.settle(wait=True)
             if state == self._saved:
@@ -153,8 +152,8 @@ class Checkpointer:
                 self.settle(wait=True, needed=not interval)
 
     def _best(self, folder: Path, *more: int) -> int | None:
-        """Step of the best checkpoint by ``trainer.keep_best``, of the finished ones in ``folder`` and of steps
-        ``more``; None where none is measured, in the warm start and on ranks other than 0."""
+        """Return the best step by ``trainer.keep_best`` among the finished checkpoints in ``folder`` and steps
+        ``more``; None if none is measured, in the warm start and on ranks other than 0."""
         metric = self._context.config.trainer.keep_best
         if metric is None or self._context.rank or folder != self._folder(warming_up=False):
             return None
@@ -166,11 +165,10 @@ class Checkpointer:
         return self._pending is not None
 
     def settle(self, *, wait: bool = False, needed: bool = False) -> None:
-        """Let a checkpoint count that was written in the background, once all ranks have written it or after waiting
-        for that.
+        """Count a checkpoint written in the background if all ranks have written it; ``wait``: wait for that.
 
         Args:
-            needed: The job cannot go on without it, were the disk full.
+            needed: Raise on a full disk: the job cannot go on without this checkpoint.
 
         Raises: as ``commit``.
         """
@@ -189,15 +187,15 @@ class Checkpointer:
             return
         self.failed = 0
         if pending.folder == self._folder(warming_up=False) and self._context.rank == 0:
-            shutil.rmtree(self._folder(warming_up=True), ignore_errors=True)  # there is a later one now
+            shutil.rmtree(self._folder(warming_up=True), ignore_errors=True)  # a later one exists now
 
     def give_up(self) -> None:
-        """Leave a pending checkpoint unfinished: after an error that other ranks may not know of."""
+        """Leave a pending checkpoint unfinished, after an error that other ranks may not have noticed."""
         if self._pending is not None:
             self._pending.give_up()
 
     def _do_without(self, error: DiskFullError) -> None:
-        """Count a checkpoint that had no room. The store learns of it by the step's metrics alone: it may lie on the
+        """Count a failed checkpoint. The store gets the count only with the step's metrics, because it may be on the
         same disk."""
         self.failed += 1
         if self.failed >= (limit := self._context.config.trainer.max_failed_checkpoints):
@@ -210,7 +208,7 @@ class Checkpointer:
         )
 
     def _made(self, state: TrainState, version: WeightsVersion | None) -> dict[str, Any]:
-        """Origin of a checkpoint: for people, and for the lines of a resumed job."""
+        """Return the origin of a checkpoint, for users and for the log of a resumed job."""
         attempt = self._context.attempt
         return {
             "attempt": attempt,
@@ -225,16 +223,16 @@ class Checkpointer:
         return len(self._store.tasks.ids("train"))
 
     def _data_cursor(self, state: TrainState) -> dict[str, int] | None:
-        """Place in the order of the data; None on the ranks that write no manifest."""
+        """Return the position in the order of the data; None on ranks that write no manifest."""
         config = self._context.config
         if state.warming_up or self._context.rank:
             return None
         return data_cursor(self._num_tasks, state.step, tasks_per_step(config), config.trainer.seed)
 
     def _fence(self) -> None:
-        """Return when the store would keep the steps that a checkpoint counts through a power cut.
+        """Return once a power cut can no longer delete the checkpoint's steps from the store.
 
-        Raises FencedError when a later attempt has started: this one would overwrite its files.
+        Raises FencedError if a later attempt has started: this one would overwrite its files.
         """
         attempt, run_dir = self._context.attempt, self._context.run_dir
         if (newest := current_attempt(run_dir)) > attempt:

@@ -1,4 +1,4 @@
-"""The course of a training job on one rank: resume, warm start, steps, evaluation, checkpoints."""
+"""Course of a training job on one rank: resume, warm start, steps, evaluation, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megarl.weights.checkpoint.training.manifest import EXPORTED_STEP
 class Steps(Protocol):
     """Steps of one kind of job: ``step.OnlineSteps`` or ``offline.OfflineSteps``. Every rank makes the same calls.
 
-    What a step changes is in the rank's models and in the ``TrainState`` that it returns.
+    A step changes the rank's models, and returns a new ``TrainState``.
     """
 
     @property
@@ -33,34 +33,34 @@ class Steps(Protocol):
 
     @property
     def evaluation(self) -> Evaluates | None:
-        """Evaluations that may go on beside steps; None where each ends before ``evaluate`` returns."""
+        """Evaluations that may run in parallel to steps; None if each one ends before ``evaluate`` returns."""
 
     @property
     def parts(self) -> Sequence[Part]:
         """Parts of the job."""
 
     def prepare(self, state: TrainState) -> None:
-        """Make the models that the steps need, after the warm start and after each rollback."""
+        """Build the models that the steps need, after the warm start and after each rollback."""
 
     def connect(self) -> None:
-        """Open what the steps need beside models. Raises Stopped."""
+        """Open everything that the steps need except models. Raises Stopped."""
 
     def step(self, state: TrainState) -> TrainState:
-        """Make one step. Raises RollBack; Stopped before the update begins: nothing has changed then."""
+        """Make one step. Raises RollBack; raises Stopped before the update, with nothing changed."""
 
     def evaluate(self, state: TrainState, name: str) -> None:
         """Evaluate the actor. Raises Stopped."""
 
 
 class Course:
-    """The course of a job, whatever its steps are."""
+    """Course of a job with any kind of steps."""
 
     def __init__(self, rank: TrainerRank, steps: Steps) -> None:
         self._rank, self._steps = rank, steps
         self._config = rank.config.trainer
 
     def train(self) -> None:
-        """Warm start when there is none yet, then ``trainer.steps`` steps; resumes from the newest checkpoint."""
+        """Resume from the newest checkpoint; make the rest of the warm start and of ``trainer.steps`` steps."""
         state = self.start()
         if state is not None:
             self.end(*self.run_steps(state))
@@ -76,7 +76,7 @@ class Course:
         return state
 
     def end(self, state: TrainState, finished: bool) -> None:
-        """Checkpoint the models; export the actor and close the job where no step is left."""
+        """Checkpoint the models; if all steps are done, export the actor and close the job."""
         rank = self._rank
         rank.commit(state, self._steps.version)
         if finished:
@@ -84,11 +84,11 @@ class Course:
             rank.export_adapter(rank.context.run_dir / "adapter")
             if rank.context.rank == 0:
                 write_text(rank.context.run_dir / EXPORTED_STEP, str(state.step))
-                rank.store.journal.close_job()  # the explorer ends when no more work comes
+                rank.store.journal.close_job()  # the explorer ends when there is no more work
             rank.ranks.wait_for_all()
 
     def resume(self) -> TrainState:
-        """Restore the newest checkpoint, or begin; return its state."""
+        """Load the newest checkpoint, or begin; return the state."""
         rank = self._rank
         heartbeat.set_phase("between steps")
         with rank.timeline.phase("load"), starting(rank.config):
@@ -97,8 +97,8 @@ class Course:
         return state
 
     def run_warm_start(self, state: TrainState) -> TrainState | None:
-        """Make the remaining steps of the warm start; return the state of step 0 of what follows, or None when the job
-        was asked to stop before that: what was reached is saved."""
+        """Make the remaining warm-start steps; return the state of the next phase at step 0. Return None after a stop,
+        with progress saved."""
         rank = self._rank
         warm_start = WarmStart(rank.context, rank.models, rank.updates, rank.ranks, rank.reporter, rank.checkpoints)
         while state.warming_up:
@@ -112,22 +112,22 @@ class Course:
                 if state.step:
                     rank.commit(state)
                 return None
-            state = replace(state, phase="rl", step=0, grad_norms={})  # norms of another loss
+            state = replace(state, phase="rl", step=0, grad_norms={})  # norms of the warm start's loss
             rank.commit(state)
         return state
 
     def begin(self, state: TrainState) -> None:
-        """Prepare the steps that follow the warm start, again after a rollback."""
+        """Prepare the steps after the warm start, and again after a rollback."""
         self._steps.prepare(state)
-        # Modules and models stay: a collection that walks them takes 0.3 s of every fourth step of the quickstart.
-        # Those that a fork server has frozen are shared with it until a collection writes to them: seconds of copies.
+        # Modules and models live on: a collection that walks them takes 0.3 s of every fourth step of the quickstart.
+        # Objects frozen by a fork server share its pages until a collection writes to them: seconds of copying.
         gc.collect()
         gc.freeze()
         if state.step:
             self._rank.checkpoints.put_random_states(self._rank.models)
 
     def run_steps(self, state: TrainState) -> tuple[TrainState, bool]:
-        """Make the steps that are left and the last evaluation; return the last state, and False after a stop."""
+        """Make the remaining steps and the last evaluation; return the last state, and False after a stop."""
         steps = self._steps
         try:
             steps.connect()
@@ -151,17 +151,17 @@ class Course:
         return state, True
 
     def evaluates(self, state: TrainState) -> bool:
-        """True before the first step and every ``trainer.eval_interval`` steps, also after a resume there."""
+        """True before the first step and every ``trainer.eval_interval`` steps, also right after a resume."""
         interval = self._config.eval_interval
         return not state.step or bool(interval and state.step % interval == 0)
 
     def rolled_back(self, state: TrainState, bad: RollBack) -> TrainState:
-        """Bring models, store and metrics to the newest checkpoint, or the run's start; return its state.
+        """Restore models, store and metrics to the newest checkpoint, or to the run's start; return that state.
 
-        Equal to the checkpoint to the bit, but for the count of rollbacks: what follows has other tasks and seeds.
+        The result equals the checkpoint to the bit, except ``rollbacks``, which changes later tasks and seeds.
         """
         rank, reporter = self._rank, self._rank.reporter
-        bad.__traceback__ = None  # its frames hold models that are to be replaced
+        bad.__traceback__ = None  # its frames hold models that are about to be replaced
         evaluation = self._steps.evaluation
         if evaluation is not None:
             evaluation.settle(state.step)
@@ -172,7 +172,7 @@ class Course:
         reporter.log(f"WARNING: {bad}; going back to the newest checkpoint")
         state = replace(rank.checkpoints.resume(rank.models), rollbacks=state.rollbacks + 1)
         if not state.warming_up:
-            gc.unfreeze()  # models that are replaced
+            gc.unfreeze()  # so that replaced models can be freed
             self.begin(state)
             if rank.context.rank == 0:
                 rank.store.rollouts.discard(state.step, ahead=True)

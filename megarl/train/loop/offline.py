@@ -31,11 +31,11 @@ class Rows:
     """A file's rows as token ids."""
 
     units: tuple[tuple[tuple[np.ndarray, np.ndarray], ...], ...]
-    """(prompt ids, answer ids) of each sequence of each row: one of a demonstration, the chosen and the rejected of a
-    preference."""
+    """(prompt ids, answer ids) of each sequence of each row. A demonstration has one sequence; a preference has two,
+    chosen and rejected."""
     margins: tuple[float, ...]
     images: tuple[tuple[bytes, ...], ...] = ()
-    """Files of each row; () for a text model."""
+    """Image files of each row; () for a text model."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -45,13 +45,13 @@ class Rows:
 class Batch:
     sequences: Sequences
     units: list[list[int]]
-    """Numbers of the sequences of each row."""
+    """Indices of the sequences of each row."""
     margins: torch.Tensor
-    """float32, of each row."""
+    """float32, one for each row."""
 
 
 class OfflineSteps:
-    """Steps of an offline job (``course.Steps``): they train on the rows of one file, and evaluate on another's."""
+    """Steps of an offline job (``course.Steps``). They train on the rows of one file and evaluate on another file."""
 
     version = None
     """No weights are published."""
@@ -66,7 +66,7 @@ class OfflineSteps:
         self._printed = PrintedSteps(rank.config.trainer.steps)
 
     def prepare(self, state: TrainState) -> None:
-        """Build the models; a reward model is made of the warm start's language model."""
+        """Build the models. A reward model is built from the warm start's language model."""
         rank = self.rank
         if not trains_scores(rank.algorithm):
             rank.build_models(state)
@@ -114,7 +114,7 @@ class OfflineSteps:
         return state
 
     def batch_of(self, rows: Rows, numbers: Sequence[int]) -> Batch:
-        """Rows ``numbers`` of a file, for the kind of model that is trained."""
+        """Return rows ``numbers`` as the batch for the kind of model in training."""
         models, batch = self.rank.models, batch_of(rows, numbers)
         if models.images is not None and rows.images:
             models.images.put(batch.sequences, [rows.images[i] for i in numbers for _ in rows.units[i]])
@@ -123,25 +123,25 @@ class OfflineSteps:
         return batch
 
     def objective_of(self, batch: Batch) -> Objective:
-        """Objective of a batch."""
+        """Return the objective of a batch."""
         algorithm, settings = self.rank.algorithm, self.rank.config.algorithm
         if self.rank.models.actor.model.head is None:
             return objectives.preference_scores(algorithm, settings, batch.margins)
         return objectives.policy(algorithm, settings, batch.sequences)
 
     def evaluate(self, state: TrainState, name: str) -> None:
-        """Record the algorithm's loss, and what else it measures, on all held-out rows under ``val/``."""
+        """Record the algorithm's loss and other metrics over all held-out rows under ``val/``."""
         rank, test = self.rank, self.test
         actor, reference = rank.models.actor, rank.models.reference
         sequences, step = test.sequences, state.step
         with rank.timeline.phase("validation", step=step):
-            if reference is not None and sequences.ref_logp is None:  # it stays as it is
+            if reference is not None and sequences.ref_logp is None:  # computed once: the reference does not change
                 rank.memory.enter(Phase.REF_LOGP)
                 sequences.ref_logp = reference.outputs(sequences, [reference.micro_batches(sequences, test.units)])
             rank.memory.enter(Phase.OLD_LOGP)
             answers = actor.model.outputs(sequences, [actor.model.micro_batches(sequences, test.units)])
             metrics = measured(self.objective_of(test), sequences, answers)
-        known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON knows no others
+        known = {key: value for key, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN or inf
         rank.reporter.event("evaluation", {"rollout_id": name, "step": step, "rows": len(test.units), **known})
         rank.reporter.write(step, {f"val/{name}": value for name, value in metrics.items()})
         accuracy = f", the chosen answer preferred in {metrics['accuracy']:.1%}" if "accuracy" in metrics else ""
@@ -162,8 +162,8 @@ def read(
 
     Args:
         columns: ``taskset.columns``.
-        split: Begins the ids of rows.
-        skipped: Ids of bad rows that the start has left out.
+        split: Prefix of the row ids.
+        skipped: Ids of bad rows, which are left out.
 
     Raises:
         DataError: a row is bad.
@@ -181,7 +181,7 @@ def read(
 
 
 def batch_of(rows: Rows, numbers: Sequence[int]) -> Batch:
-    """Rows ``numbers`` of a file."""
+    """Make a batch of rows ``numbers``."""
     chosen = [rows.units[i] for i in numbers]
     sequences = of_demonstrations([pair for unit in chosen for pair in unit])
     ends = itertools.accumulate(len(unit) for unit in chosen)
@@ -190,12 +190,13 @@ def batch_of(rows: Rows, numbers: Sequence[int]) -> Batch:
 
 
 def score_once(sequences: Sequences, pad: int | None) -> None:
-    """Ask for one score of each sequence, at the position where a score model with this pad token reads it."""
+    """Mask each sequence to one position, where a score model with this pad token reads its score."""
     sequences.mask = torch.zeros_like(sequences.mask).index_fill(0, score_positions(sequences, pad), True)
 
 
 def measured(objective: Objective, sequences: Sequences, answers: torch.Tensor) -> dict[str, float]:
-    """``loss`` and the loss's own metrics over whole ``sequences``, from answers [T] to them that every rank has."""
+    """Return ``loss`` and the loss's own metrics over whole ``sequences``. ``answers`` [T]: model outputs, on every
+    rank."""
     index = sequences.mask.nonzero()[:, 0]
     row = sequences.row[index]
     kept = LossTokens(index, row, torch.arange(len(sequences)), len(sequences), sequences.mask)

@@ -38,7 +38,7 @@ class TrainerRank:
         self.ranks = Ranks()
         self.ranks.stop_on_sigterm()
         if config.trainer.async_checkpoint:
-            checkpoint_writer.of_process()  # before models and a GPU: it is a fork of this process
+            checkpoint_writer.of_process()  # before models and CUDA: the writer is a fork of this process
         self.timeout_s = process_groups.collective_timeout_s(config.cluster.stall_s)
         # seeds torch's generators too
         position = process_groups.initialize(config.parallel, seed=config.trainer.seed, timeout_s=self.timeout_s)
@@ -67,9 +67,9 @@ class TrainerRank:
         self.store.close()
 
     def build_models(self, state: TrainState) -> None:
-        """Build the models beside the actor, and take charge of the memory of all.
+        """Build the other models, and start to manage the memory of all.
 
-        At step 0 the optimizer is fresh, and the other models begin with the weights that the warm start left.
+        At step 0 the optimizer is fresh, and the other models begin with the weights of the warm start.
         """
         models = self.models
         if state.step == 0:
@@ -81,7 +81,7 @@ class TrainerRank:
             models.build(state.step, self.checkpoints.newest(), self.context.run_dir / REFERENCE, self.memory.enter)
 
     def leave_warm_start(self, state: TrainState) -> None:
-        """At step 0 keep the model as an HF checkpoint, where one is needed later, and go on with the one to train."""
+        """At step 0 end the warm start: export the model if it is needed later, then switch to the model to train."""
         if state.step:
             return
         lora, reward = self.config.model.lora.is_used, trains_scores(self.algorithm)
@@ -92,7 +92,7 @@ class TrainerRank:
     def end_step(
         self, state: TrainState, metrics: dict[str, float], version: WeightsVersion | None, used: Used = NOTHING_USED
     ) -> TrainState:
-        """Count the step, and checkpoint where that is due; return the state after it. Adds to ``metrics``.
+        """Count the step and checkpoint if one is due; return the state after the step. Adds to ``metrics``.
 
         Args:
             version: Weights published last.
@@ -104,7 +104,7 @@ class TrainerRank:
         metrics |= {"training/global_step": float(state.step), "training/attempt": float(self.context.attempt)}
         metrics |= self.memory.metrics() | {"checkpoint/failed": float(self.checkpoints.failed)}
         if state.step % config.checkpoint_interval == 0 and state.step < config.steps:
-            # A job that is killed after its checkpoint resumes after this step: its metrics must be there by then.
+            # A job killed after this checkpoint resumes after this step: its metrics must be stored before.
             self.reporter.keep(state.step, metrics, used)
             self.commit(state, version, interval=True, step=number)
             metrics["checkpoint/failed"] = float(self.checkpoints.failed)
@@ -133,5 +133,5 @@ class TrainerRank:
 
 
 def starting(config: Config) -> AbstractContextManager[None]:
-    """Allow what a start waits for to take its time."""
+    """Extend the heartbeat timeout to ``rollout.start_timeout_s`` during a start."""
     return heartbeat.timeout(config.rollout.start_timeout_s)

@@ -18,21 +18,21 @@ from megarl.train.rollout.awaited import Awaited
 from megarl.train.sync.weights import WeightSync
 
 MEET_S = 30.0
-"""Seconds between two collectives while ranks wait: a rollout may take longer than a collective waits for its ranks."""
+"""Seconds between two collectives while ranks wait. A rollout may take longer than the timeout of a collective."""
 EVENTS_S = 1.0
-"""Seconds between two reads of the explorer's news from the store."""
+"""Seconds between two reads of the explorer's events from the store."""
 AWAITING_S = 5.0
 """Seconds between two counts of the responses that await a reward."""
 LATE_REWARDS = "late rewards"
-"""Phase of a rollout that waits for nothing but rewards of people."""
+"""Heartbeat phase of a rollout that waits only for rewards given by people."""
 SHARE = 4
-"""Seconds between two looks for each second that one takes."""
+"""Polling interval as a multiple of the seconds that one poll takes."""
 SETTLE_S = 1.0
-"""The same while a checkpoint is being written, which counts only when they have met."""
+"""Seconds between two collectives while a checkpoint is being written; it counts once ranks have met."""
 
 
 class EventLines:
-    """Lines about failing rewards, which the explorer leaves in the store: its own log is not on the terminal."""
+    """Log lines about failing rewards. The explorer puts them in the store, because its log is not on the terminal."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -40,7 +40,7 @@ class EventLines:
         self._looked_at = time.monotonic()
 
     def lines(self) -> list[str]:
-        """New lines; looks every EVENTS_S at most."""
+        """Return new lines; reads the store every EVENTS_S at most."""
         if time.monotonic() - self._looked_at < EVENTS_S:
             return []
         self._looked_at = time.monotonic()
@@ -50,7 +50,7 @@ class EventLines:
 
 
 class LateRewardLines:
-    """Number of responses whose rewards alone a rollout waits for, and lines that tell a person."""
+    """Count of responses that lack only a reward from a person, and the log lines about them."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -60,11 +60,11 @@ class LateRewardLines:
             ": write them with `megarl data awaiting FILE.jsonl`, give their rewards with `megarl data reward "
             "FILE.jsonl`"
         )
-        """End of the first line."""
+        """End of the first line; later lines omit it."""
         self.num_awaiting = 0
 
     def line(self) -> str | None:
-        """Look every AWAITING_S at most; a line where another number of responses awaits a reward."""
+        """Return a line if the count has changed, else None; counts every AWAITING_S at most."""
         if time.monotonic() - self._looked_at < AWAITING_S:
             return None
         self._looked_at, self.num_awaiting = time.monotonic(), self._store.late.count()
@@ -76,17 +76,17 @@ class LateRewardLines:
 
 
 class Repair(Protocol):
-    """Something to make good while ranks wait. Every rank makes the same calls, but for ``is_due``."""
+    """A repair to make while ranks wait. Every rank makes the same calls, except ``is_due``."""
 
     def is_due(self) -> bool:
-        """True where ranks are to meet before their time; asked on rank 0, several times a second."""
+        """True if ranks must meet early for this repair; called on rank 0, several times a second."""
 
     def make_good(self, weights_step: int) -> None:
-        """Make good what is to be; ``weights_step``: steps of training in the actor's weights."""
+        """Make the repair. ``weights_step``: steps of training in the actor's weights."""
 
 
 class WrittenCheckpoints:
-    """Lets a checkpoint count that was written meanwhile."""
+    """Lets a checkpoint count as soon as it has been written in the background."""
 
     def __init__(self, checkpoints: Checkpointer) -> None:
         self._checkpoints = checkpoints
@@ -101,7 +101,7 @@ class WrittenCheckpoints:
 
 
 class ReplacedEngines:
-    """Gives an engine that is new in the place of another the weights that this one had."""
+    """Sends a replacement engine the weights that its predecessor had."""
 
     def __init__(self, weights: WeightSync, ranks: Ranks) -> None:
         self._weights, self._ranks = weights, ranks
@@ -120,7 +120,7 @@ class ReplacedEngines:
 
 
 class RolloutWaiter:
-    """Waits for what explorers write, shows the progress, and meanwhile has ``repairs`` made."""
+    """Waits for the explorers' groups, shows progress, and runs ``repairs`` while waiting."""
 
     def __init__(
         self, context: RunContext, store: Store, ranks: Ranks, reporter: Reporter, repairs: Sequence[Repair] = ()
@@ -134,10 +134,10 @@ class RolloutWaiter:
         self._late = LateRewardLines(store)
 
     def wait(self, look: Callable[[], Awaited], label: str, *, weights_step: int) -> None:
-        """Wait on every rank until all is there, with a progress bar.
+        """Wait on every rank until the rollout is complete, with a progress bar.
 
         Args:
-            look: Says on rank 0 what is there.
+            look: Returns the rollout's progress; called on rank 0.
             weights_step: Steps of training in the actor's weights.
 
         Raises Stopped.
@@ -150,14 +150,14 @@ class RolloutWaiter:
                     repair.make_good(weights_step)
 
     def _follow(self, look: Callable[[], Awaited], bar: Any) -> bool:
-        """Show the progress until ranks meet; True when all is there.
+        """Show progress until ranks meet; return True when the rollout is complete.
 
         Returns False early when the job is asked to stop or a repair is due.
         """
         config = self._context.config
         until = time.monotonic() + min(MEET_S, config.cluster.stall_s / 3)
         while True:
-            heartbeat.beat()  # the explorer has a heartbeat of its own
+            heartbeat.beat()  # the explorer has a separate heartbeat
             looked_at = time.monotonic()
             done, bar.total, complete = look()
             bar.update(done - bar.n)
@@ -168,7 +168,7 @@ class RolloutWaiter:
                 return complete
             if (late := self._late.line()) is not None:
                 self._reporter.log(late)
-            # The watchdog ends a rollout in which nothing moves, but people may take their time.
+            # The watchdog ends a rollout without progress, but rewards from people may take longer.
             with heartbeat.phase(LATE_REWARDS) if self._late.num_awaiting else nullcontext():
-                # A look at many groups is no cheap one: most of the time belongs to those that write them.
+                # Counting many groups loads the database; leave most of its time to the writers.
                 time.sleep(max(config.store.poll_s, SHARE * (time.monotonic() - looked_at)))

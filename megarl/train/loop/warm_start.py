@@ -27,7 +27,7 @@ from megarl.train.rank.state import TrainState
 from megarl.train.update.updates import UpdateFilter
 
 PRINTED_EVERY = 100
-"""Steps between two lines where no progress bar is shown."""
+"""Steps between two log lines when there is no progress bar."""
 
 
 class WarmStart:
@@ -50,10 +50,10 @@ class WarmStart:
         self._reporter = reporter
         self._checkpoints = checkpoints
         self._sft: tuple[Algorithm, AlgorithmConfig] = (algorithms.get("sft"), AlgorithmConfig(name="sft"))
-        """The same for every algorithm, so that all start from the same weights."""
+        """Always SFT with default settings, so that all algorithms start from the same weights."""
 
     def steps(self, state: TrainState) -> Iterator[TrainState]:
-        """Make ``trainer.warm_start.steps`` steps, or those that are left; yield the state after each.
+        """Make the remaining steps of ``trainer.warm_start.steps``; yield the state after each.
 
         Ends early when the job is asked to stop. Raises RollBack.
         """
@@ -92,7 +92,7 @@ class WarmStart:
                     self._reporter.log(f"warm start {state.step}/{config.steps} | loss {loss:.3f}")
 
     def _step(self, state: TrainState, pairs: list[Demonstration], rows: list[Task]) -> tuple[TrainState, float]:
-        """Make one update; return the state after it and its loss, NaN where it was left out."""
+        """Make one update; return the next state and the loss, which is NaN for a skipped update."""
         config, actor = self._config.trainer.warm_start, self._models.actor
         chosen = numbers_of_step(
             len(pairs), state.step, config.batch_size, data_seed(self._config.trainer.seed, state.rollbacks)

@@ -1,2 +1,1 @@
-"""Moves of a rank's models from the device and back between the phases of a step; memory that grows or is
-full."""
+"""Moving a rank's models between device, host and disk from phase to phase; detecting growing and exhausted memory."""

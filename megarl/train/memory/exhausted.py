@@ -1,4 +1,4 @@
-"""The error of a trainer rank that runs out of memory: in which phase, for how many bytes, beside which models."""
+"""Error of a trainer rank that runs out of memory: it names the phase, the bytes asked for and the models in memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger(__name__)
 MICRO_BATCHED = frozenset(
     {Phase.SCORES, Phase.OLD_LOGP, Phase.REF_LOGP, Phase.VALUES, Phase.UPDATE, Phase.START}  # START: the warm start
 )
-"""Phases whose memory grows with the micro-batches."""
+"""Phases whose memory grows with the size of micro-batches."""
 
 
 @contextmanager
 def memory_explained(memory: PhaseMemory, models: Models) -> Iterator[None]:
-    """Raise a MemoryFullError in place of an allocation that fails in the body.
+    """Raise a MemoryFullError for an allocation that fails in the body.
 
     Raises a plain JobError in phases that smaller micro-batches would not help.
     """
@@ -51,7 +51,7 @@ def _described(error: Exception, phase: Phase, models: Models) -> str:
 
 
 def _residents(models: Models) -> dict[Place, list[str]]:
-    """Place -> name and bytes of each resident there, also before ``PhaseMemory`` takes charge of them."""
+    """Return place -> name and bytes of each resident, also before ``PhaseMemory`` manages them."""
     found: dict[Place, list[str]] = {}
     for role, model in (models.by_role() if hasattr(models, "actor") else {}).items():
         for resident in list(model.residents) or residents_of(role, model):

@@ -1,4 +1,4 @@
-"""Moves the models' memory between two phases of a step, as the plan says (``learn/memory/phases.py``)."""
+"""Moves the models' memory between the phases of a step, by the plan of ``learn/memory/phases.py``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class TakesTurns(Protocol):
     """Engines on the trainer's devices. Every rank makes the same calls."""
 
     def come(self) -> None:
-        """Begin to have them there, for ``Phase.SYNC``."""
+        """Start using the engines on these devices, for ``Phase.SYNC``."""
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Have those that sleep take this memory again; raises EngineError on rank 0."""
+        """Wake sleeping engines: they allocate this memory again. Raises EngineError on rank 0."""
 
     def leave(self) -> dict[str, float]:
-        """Have them give up their memory; return metrics of it when they have."""
+        """Make the engines free their memory; return metrics of it afterwards."""
 
 
 class PhaseMemory:
@@ -46,28 +46,27 @@ class PhaseMemory:
         self._folder = context.run_dir / OFFLOAD / f"rank_{context.rank}"
         self._disk_bytes = context.config.trainer.offload_disk_bytes
         self.engines: TakesTurns | None = None
-        """Colocated engines, once there are any."""
+        """Colocated engines; None without any."""
         self.phase = Phase.START
         self._charge = False
         self._measured: dict[str, float] = {}
         self._growth = Growth()
 
     def begin(self) -> None:
-        """Take charge of the models' memory, in ``Phase.START``. Models that are made later begin on the device."""
+        """Start to manage the models' memory, in ``Phase.START``. Models built later begin on the device."""
         self.phase, self._charge = Phase.START, True
 
     def close(self) -> None:
-        """Remove what is on disk."""
+        """Remove the offload files."""
         shutil.rmtree(self._folder, ignore_errors=True)
-        with suppress(OSError):  # another rank's is there still, or there is none
+        with suppress(OSError):  # another rank still has files there, or the folder does not exist
             self._folder.parent.rmdir()
 
     def enter(self, phase: Phase) -> None:
-        """Have what ``phase`` needs on the device and the rest where the plan puts it: first what leaves, then what
-        comes.
+        """Move memory for ``phase``: offload first, then load onto the device, as the plan says.
 
-        Raises OffloadError, on every rank where one failed; NonRetryableError where more is to be on disk than may be;
-        EngineError where an engine does not leave.
+        Raises OffloadError on every rank if one rank failed; NonRetryableError if the files would exceed the disk
+        quota; EngineError if an engine does not free its memory.
         """
         if phase is self.phase or not self._charge:
             return
@@ -82,7 +81,7 @@ class PhaseMemory:
         engines = self.engines if (before in WITH_ENGINES) is not (phase in WITH_ENGINES) else None
         if not leaving and not coming and engines is None:
             if self.engines is not None and phase in WITH_ENGINES:
-                release_freed_memory()  # the engines wake
+                release_freed_memory()  # before the engines wake
             return
         with self._timeline.phase("offload"):
             if engines is not None and phase not in WITH_ENGINES:
@@ -103,8 +102,8 @@ class PhaseMemory:
         }
 
     def metrics(self) -> dict[str, float]:
-        """Bytes on this rank's device since the last call, as each phase was entered where something moved: planned for
-        models, and measured. See docs/metrics.md."""
+        """Return device bytes of this rank for each phase entered with a move since the last call: planned for models,
+        and measured. See docs/metrics.md."""
         measured, self._measured = self._measured, {}
         return measured
 
@@ -116,7 +115,7 @@ class PhaseMemory:
                     self._folder.mkdir(parents=True, exist_ok=True)
 
     def _check_quota(self, leaving: list[Resident]) -> None:
-        """Raise NonRetryableError if files of what leaves would be more than this rank may have."""
+        """Raise NonRetryableError if offloading ``leaving`` would exceed this rank's disk quota."""
         there = [r for r in self._residents() if r.place is Place.DISK]
         going = [r for r in leaving if self._plan.place(self.phase, r.name) is Place.DISK]
         needed = sum(r.nbytes for r in (*there, *going))
@@ -130,7 +129,7 @@ class PhaseMemory:
         trained = [model for model in self._models.by_role().values() if model.optimizer is not None]
         for model in trained:
             if any(resident in leaving for resident in model.residents if resident.kind != "gradients"):
-                model.keep_written()  # a sync compares with it while the optimizer is away
+                model.keep_written()  # a sync compares with the written weights while the optimizer is offloaded
         failure: OffloadError | NonRetryableError | None = None
         try:
             self._check_quota(leaving)
@@ -150,7 +149,7 @@ class PhaseMemory:
 
     @contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """Enter ``phase`` and then the one that was before."""
+        """Enter ``phase``; go back to the previous phase afterwards."""
         before = self.phase
         self.enter(phase)
         yield
@@ -162,15 +161,15 @@ class PhaseMemory:
 
 LEAST_GROWTH_BYTES = 256 * 2**20
 LEAST_GROWTH_SHARE = 0.1
-"""Growth below either is told by nobody: allocators keep some memory, and batches differ."""
+"""Growth below either limit is not logged: allocators keep some memory, and batches differ."""
 
 
 class Growth:
-    """Memory that grows from step to step, told with the name of what grew.
+    """Detects memory that grows from step to step, and names the models that grew.
 
-    Compares what a device has in each phase with what it had when that had grown last.
+    Compares a device's memory in each phase with its value at the last growth.
 
-    Memory that grows once is no leak: moments are made in the first update, a checkpoint's buffers with the first one.
+    A single growth is no leak: the first update allocates moments, the first checkpoint allocates buffers.
     """
 
     def __init__(self) -> None:
@@ -178,11 +177,11 @@ class Growth:
         self._grown: set[Phase] = set()
 
     def look(self, phase: Phase, measured: int, residents: Mapping[str, int]) -> str | None:
-        """Return a warning where memory has grown, the second time and from there on; None else.
+        """Return a warning if memory has grown in this phase, from the second growth on; else None.
 
         Args:
             measured: Bytes on the device.
-            residents: Name -> bytes of models there.
+            residents: Name -> bytes of the models on the device.
         """
         before, had = self._before.setdefault(phase, (measured, dict(residents)))
         grown = measured - before

@@ -1,7 +1,7 @@
-"""The parts of a job: the settings that ask for a part, and its class, in the order in which hooks are called.
+"""The parts of a job: each row has the condition on the settings, and the class. Hooks are called in this order.
 
-The order matters in these places. Engines on the trainer's devices leave before the reward model computes. Scores of
-the reward model come before what counts trajectories.
+The order matters twice. Colocated engines free their memory before the reward model computes. The reward model scores
+trajectories before any part counts them.
 """
 
 from __future__ import annotations
@@ -40,5 +40,5 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
 
 
 def parts_of(services: Services) -> list[Part]:
-    """Make the parts that the job's settings ask for, each with the services that its constructor names."""
+    """Make the parts that the settings select, each with the services that its constructor names."""
     return [made(part, services) for wanted, part in PARTS if wanted(services.config)]

@@ -1,4 +1,4 @@
-"""An exponential moving average of the actor, which evaluations ask in its place (``evaluation.average``)."""
+"""Exponential moving average of the actor, which evaluations use instead of the actor (``evaluation.average``)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROLE = "average"
 
 
 class AveragedActor(Part):
-    """Keeps the average: a float32 model with the actor's grid, in the checkpoints too.
+    """Keeps the average: a float32 model on the actor's grid, saved in checkpoints.
 
     avg ← d · avg + (1 - d) · actor after each step, d = ``evaluation.average`` (Polyak and Juditsky, 1992).
     """
@@ -44,5 +44,5 @@ class AveragedActor(Part):
         return SentWeights(tensors, whole_digests(tensors), probe_text(self._config, self._models.head, average))
 
     def finish(self) -> None:
-        """Write the average as an HF checkpoint beside the actor's."""
+        """Write the average as an HF checkpoint next to the actor's."""
         self._models.export(self._models.more[ROLE], self._context.run_dir / "hf_average", self._context.rank)

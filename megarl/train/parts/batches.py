@@ -1,4 +1,4 @@
-"""Files with what each step trains on (``trainer.keep_batches``)."""
+"""Files with the batch of each step (``trainer.keep_batches``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.train.rank.state import TrainState
 
 
 class KeptBatches(Part):
-    """Writes the batch of each step."""
+    """Writes the batch of each step to a file."""
 
     def __init__(self, reporter: Reporter, models: Models) -> None:
         self._reporter, self._models = reporter, models

@@ -1,7 +1,7 @@
-"""Comparison of an engine that has taken updates with one that begins with the same weights (``sync.cold_interval``).
+"""Comparison of an engine that received updates with an engine started with the same weights (``sync.cold_interval``).
 
-Digests compare what is stored, the probe compares an engine with the trainer within a tolerance. This one compares two
-engines: whatever an update leaves behind (an old packed copy, a captured graph, a cache) makes them differ.
+Digests compare stored weights; the probe compares an engine with the trainer within a tolerance. This check compares
+two engines: whatever an update leaves behind (an old packed copy, a captured graph, a cache) makes them differ.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from megarl.train.sync.probe import probe_text
 from megarl.train.sync.weights import WeightSync
 
 DECODED = 64
-"""Most tokens that are sampled after the probe text."""
+"""Maximum number of tokens sampled after the probe text."""
 MEET_S = 5.0
 """Seconds between two collectives while ranks wait for the engine."""
 
 
 class ColdCheck(Part):
-    """Compares an engine every ``sync.cold_interval`` steps. Rank 0 speaks with the engine and the supervisor.
+    """Compares an engine every ``sync.cold_interval`` steps. Rank 0 calls the engine and the supervisor.
 
     Args:
-        export: Writes the actor as an HF checkpoint into a folder, with all ranks.
+        export: Writes the actor as an HF checkpoint into a folder; all ranks call it.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class ColdCheck(Part):
         self._last = 0
         """Step of the last check."""
         if context.rank == 0:
-            cold_mark(self._folder).unlink(missing_ok=True)  # of an attempt that was killed
+            cold_mark(self._folder).unlink(missing_ok=True)  # left by a killed attempt
 
     def after_publish(self, state: TrainState) -> Metrics:
-        """Every ``sync.cold_interval`` steps ask an engine for log-probs, start it with the weights' files, ask it
-        again, and publish to it; return metrics.
+        """Every ``sync.cold_interval`` steps: get log-probs of an engine, restart it from weight files, get them again,
+        then publish to the engine. Return metrics.
 
-        An engine that does not come back, or a request to stop, ends the comparison alone.
+        An engine that does not restart, or a request to stop, ends the comparison only.
 
         Raises:
-            WeightsDiffer: on rank 0, when the two differ: on CPUs in a bit, on GPUs on average by more than
-                ``sync.probe_tolerance``. Other ranks raise WeightSyncError.
+            WeightsDiffer: on rank 0, if the log-probs differ: on CPUs in any bit, on GPUs by more than
+                ``sync.probe_tolerance`` on average. Other ranks raise WeightSyncError.
         """
         weights, step = self._weights, state.step
         start, interval = time.monotonic(), self._context.config.sync.cold_interval
@@ -94,13 +94,13 @@ class ColdCheck(Part):
             "an engine was started with the weights' files" + compared * ", and computes the same", step
         )
         if self._context.rank == 0:
-            for file in self._folder.glob("*.safetensors"):  # config.json stays: the engine names it
+            for file in self._folder.glob("*.safetensors"):  # config.json stays: the engine's settings name it
                 file.unlink()
         self._memory.enter(Phase.ROLLOUT)
         return {"sync/cold_seconds": time.monotonic() - start} if compared else {}
 
     def _await(self, steps: Iterator[None]) -> EngineError | WeightSyncError | None:
-        """Go through the steps of rank 0, and meet the other ranks meanwhile; return what has failed there."""
+        """Run rank 0's steps, with a collective every MEET_S for the other ranks; return rank 0's error, if any."""
         failure: EngineError | WeightSyncError | None = None
         done = False
         while not done:
@@ -115,7 +115,7 @@ class ColdCheck(Part):
         return failure
 
     def _compared(self, text: ProbeText, version: WeightsVersion) -> Iterator[None]:
-        """Compare an engine; yields while it waits. Raises EngineError, WeightsDiffer."""
+        """Compare an engine; yield while waiting. Raises EngineError, WeightsDiffer."""
         config = self._context.config
         engine, control = self._engine(version)
         warm = control.probe(text.token_ids, decode=text.decode)
@@ -135,14 +135,14 @@ class ColdCheck(Part):
         compare(warm, again, engine.url, None if config.parallel.backend == "gloo" else text.tolerance)
 
     def _engine(self, version: WeightsVersion) -> tuple[EngineRow, EngineControl]:
-        """Find an engine that has the weights by updates. Raises EngineError."""
+        """Find an engine that got the weights by updates. Raises EngineError."""
         for engine in self._store.engines.own():
             if engine.is_present and engine.has == version:
                 return engine, EngineControl(engine.url, self._key, self._context.config.sync.timeout_s)
         raise EngineError(f"none serves with weights {version}")
 
     def _order(self, engine: EngineRow, turn: EngineTurn) -> Iterator[None]:
-        """Order a turn, and wait until the supervisor has carried that out. Raises EngineError."""
+        """Order a turn and wait until the supervisor has carried it out. Raises EngineError."""
         order = self._store.engines.turn([engine.number], turn)[engine.number]
         yield from self._until(
             lambda: self._registered(engine).done_turn >= order,
@@ -154,11 +154,11 @@ class ColdCheck(Part):
         return now.state is EngineStatus.SERVING and now.start > engine.start
 
     def _registered(self, engine: EngineRow) -> EngineRow:
-        """Return the engine as the supervisor has noted it last."""
+        """Return the engine's newest row from the supervisor."""
         return next(found for found in self._store.engines.own() if found.number == engine.number)
 
     def _until(self, holds: Callable[[], bool], what: str) -> Iterator[None]:
-        """Yield until it holds. Raises EngineError after ``rollout.start_timeout_s``, or when the job is to stop."""
+        """Yield until ``holds()``. Raises EngineError after ``rollout.start_timeout_s``, or on a request to stop."""
         config = self._context.config
         until = time.monotonic() + config.rollout.start_timeout_s
         while not holds():
@@ -171,13 +171,13 @@ class ColdCheck(Part):
 
 
 def compare(warm: Probed, cold: Probed, url: str, tolerance: float | None) -> None:
-    """Compare the log-probs of the engine that took updates with those of the one that began with the weights.
+    """Compare the log-probs of an updated engine with those of an engine started with the weights.
 
     Args:
-        tolerance: Largest mean difference, in multiples of max(1, |log-prob|), up to the first token that the two
-            sampled differently; None asks for equal bits.
+        tolerance: Largest mean difference, in multiples of max(1, |log-prob|), over the tokens before the first one
+            sampled differently; None requires equal bits.
 
-    Raises WeightsDiffer naming the first kind of log-prob that differs.
+    Raises WeightsDiffer, naming the first kind of log-prob that differs.
     """
     alike = next((i for i, (a, b) in enumerate(zip(warm.tokens, cold.tokens, strict=True)) if a != b), len(warm.tokens))
     for what in ("prefill", "decode", "again"):

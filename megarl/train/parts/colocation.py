@@ -14,7 +14,7 @@ from megarl.train.sync.publish import WeightPublisher
 
 
 class Colocation(Part):
-    """Has the engines take turns with the models: ``PhaseMemory`` calls them and sends them away."""
+    """Makes engines and models share the devices in turn; ``PhaseMemory`` starts and ends the engines' turns."""
 
     def __init__(
         self,
@@ -30,5 +30,5 @@ class Colocation(Part):
         self._rollouts = rollouts
 
     def before_batch(self, state: TrainState, data: StepData) -> None:
-        """Wait for what was asked for ahead: the engines leave before a model computes."""
+        """Wait for groups requested ahead: the engines free their memory before a model computes."""
         self._rollouts.drain(state, weights_step=state.step)

@@ -1,4 +1,4 @@
-"""Expert rows beside what was sampled (``algorithm.name=mix``, and algorithms of a user's file)."""
+"""Expert rows in addition to sampled responses (``algorithm.name=mix``, and algorithms of a user's file)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Demonstrations(Part):
 
 
 def drawn(rows: ExpertRows, config: Config, state: TrainState, usual: int) -> list[ExpertRow]:
-    """Draw the step's expert rows beside ``usual`` samples."""
+    """Draw the step's expert rows, to mix with ``usual`` samples."""
     settings = config.algorithm
     assert isinstance(settings, MixConfig), "mix and algorithms of a user's file have expert rows"
     count = num_expert_rows(usual, settings.expert_ratio)
@@ -38,6 +38,6 @@ def drawn(rows: ExpertRows, config: Config, state: TrainState, usual: int) -> li
 
 
 def expert_rows(config: Config, reader: RolloutReader, images: ImageInputs | None) -> ExpertRows:
-    """Read the store's expert rows, with the placeholders of their images."""
+    """Read the store's expert rows, with image placeholders expanded."""
     tokenizer, teacher = ChatTokenizer.of(config), reads_teacher(config.algorithm)
     return ExpertRows(reader.demonstrations(tokenizer, images and images.expand, teacher=teacher))

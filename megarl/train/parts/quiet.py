@@ -1,4 +1,4 @@
-"""Requests that end before weights change, where steps take groups as they end (``sync.order=completion``)."""
+"""Waiting for requests in flight before weights change, with ``sync.order=completion`` and ``sync.pause=wait``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.train.sync.weights import WeightSync
 
 
 class Quiet(Part):
-    """Waits until the engines have ended what they compute."""
+    """Waits until the engines have no request in flight."""
 
     def __init__(self, weights: WeightSync, wait: Wait) -> None:
         self._weights, self._wait = weights, wait

@@ -10,7 +10,7 @@ from megarl.train.rank.state import TrainState
 
 
 class ReferenceRefresh(Part):
-    """Gives the reference the actor's weights at the start of a step where that is due."""
+    """Copies the actor's weights to the reference at the start of a step, when a refresh is due."""
 
     def __init__(self, models: Models, memory: PhaseMemory) -> None:
         self._models, self._memory = models, memory

@@ -1,4 +1,4 @@
-"""Lines of the job's log about its responses."""
+"""Log lines about the job's responses."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class TruncationLine(Part):
 
 
 class AccountLine(Part):
-    """Says in the end what became of all that was sampled."""
+    """Logs at the end what happened to all sampled responses."""
 
     def __init__(self, context: RunContext, store: Store, reporter: Reporter) -> None:
         self._context, self._store, self._reporter = context, store, reporter

@@ -1,4 +1,4 @@
-"""Scores of a reward model, beside the verifiers' (``reward_model.path``)."""
+"""Scores of a reward model, added to the verifiers' rewards (``reward_model.path``)."""
 
 from __future__ import annotations
 

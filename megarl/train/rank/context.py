@@ -21,23 +21,23 @@ class RunContext:
     config: Config
     run_dir: Path
     attempt: int
-    """Number of this start of the job; stores and files refuse an older one."""
+    """Number of this start of the job; stores and files reject an older one."""
     rank: int
     program: str = TRAIN
 
     @classmethod
     def of(cls, config: Config, rank: int) -> Self:
-        """The place that the supervisor has given this process, by its environment."""
+        """Read this process's place from the environment that the supervisor set."""
         program = os.environ.get(PROGRAM, TRAIN)
         return cls(config, Path(config.run.dir), int(os.environ["MEGARL_ATTEMPT"]), rank, program)
 
     @cached_property
     def bad_rows(self) -> dict[str, frozenset[str]]:
-        """Split -> ids of the rows that the start of the run has left out (``taskset.bad_rows``)."""
+        """Split -> ids of the rows left out at the start of the run (``taskset.bad_rows``)."""
         return recorded(self.config.taskset, self.run_dir)
 
     def open_store(self) -> Store:
-        """Open the store, whose tables the supervisor has made. A rank that neither reads nor writes never connects: a
-        job may have more ranks than a database sessions."""
+        """Open the store; the supervisor has made its tables. Connects on first use: a job may have more ranks than a
+        database allows sessions."""
         store = self.config.store
         return Store(store.url, attempt=self.attempt, outage_s=store.outage_s, program=self.program, has_tables=True)

@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """The job was asked to stop; raised on every rank. Models and state are as before the call. ``str``: what failed
-    meanwhile, if anything."""
+    """The job was asked to stop. Raised on every rank, with models and state unchanged. ``str``: an error since then,
+    if any."""
 
 
 class Ranks:
@@ -27,10 +27,10 @@ class Ranks:
 
     def __init__(self) -> None:
         self.stopping = False
-        """This rank was asked to stop; ``stop_requested`` is what all ranks agree on."""
+        """True if this rank was asked to stop; all ranks agree on ``stop_requested``."""
 
     def stop_on_sigterm(self) -> None:
-        """Take SIGTERM for a request to stop. SIGINT is ignored: the supervisor decides."""
+        """Treat SIGTERM as a request to stop. SIGINT is ignored: the supervisor decides."""
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
@@ -38,18 +38,18 @@ class Ranks:
         self.stopping = True
 
     def stop_requested(self) -> bool:
-        """True on every rank when any of them has been asked to stop."""
+        """True on every rank if any rank has been asked to stop."""
         return not self.agree(not self.stopping)
 
     def agree(self, yes: bool) -> bool:
-        """True on all ranks when it is True on all ranks."""
+        """True on all ranks if ``yes`` is True on all ranks."""
         heartbeat.beat()
         flag = torch.tensor([int(yes)])
         dist.all_reduce(flag, dist.ReduceOp.MIN)
         return bool(flag)
 
     def gather(self, mine: Sequence[Sums]) -> list[Sums]:
-        """All ranks' metric sums, on every rank."""
+        """Return all ranks' metric sums, on every rank."""
         everyone: list[list[Sums]] = [[] for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, list(mine))
         return [sums for rank in everyone for sums in rank]
@@ -60,11 +60,11 @@ class Ranks:
 
 
 def on_all_ranks(action: Callable[[], T]) -> T:
-    """Return what ``action`` returns here, once it has returned on every rank. Every rank calls it.
+    """Return the result of ``action`` here, once it has returned on every rank. Every rank calls it.
 
-    For checks of what one rank alone has: were its error raised there only, the others would end of a lost connection.
+    For checks of one rank's data: if only that rank raised, the others would fail on a lost connection.
 
-    Raises the error of a rank that met one, and on the others that of the first rank: a MegarlError as it is, another
+    A rank that failed raises its error. The others raise the first failed rank's error: a MegarlError as it is, another
     exception as a JobError.
     """
     if not dist.is_initialized():

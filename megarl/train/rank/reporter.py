@@ -1,4 +1,4 @@
-"""Output of a run for people: lines, progress bars, metrics and the timeline."""
+"""Output of a run for users: log lines, progress bars, metrics and the timeline."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from megarl.train.rank.state import TrainState
 from megarl.train.tracking import RunInfo, open_trackers
 
 SILENCE_S = 40.0
-"""Age of a report from which its explorer counts as ended: it reports every 10 s at least."""
+"""An explorer counts as ended this many seconds after its last report; it reports at least every 10 s."""
 
 
 class EngineIdleness:
-    """Share of a step in which the explorers had no sample under way at any engine.
+    """Share of a step in which the explorers had no sample in flight at any engine.
 
-    By differences of what explorers have reported; a new explorer counts from the second look at it."""
+    Computed from differences of the explorers' reports; a new explorer counts from its second report on."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
@@ -39,15 +39,15 @@ class EngineIdleness:
         self._before: dict[str, float] = {}
 
     def share(self, times: Mapping[str, BusyTime]) -> float | None:
-        """Idle share of the time since the last look, the mean over explorers; None where none was seen twice.
+        """Return the mean idle share over explorers since the last call; None if no explorer was seen twice.
 
         Args:
-            times: Present result of ``Store.workers.busy_times``.
+            times: Current result of ``Store.workers.busy_times``.
         """
         now = self._now()
         passed, self._looked = now - self._looked, now
         seconds = {name: busy.until(now) for name, busy in times.items() if now - busy.at < SILENCE_S}
-        # One that began again counts from 0.
+        # A restarted explorer counts from 0.
         busy = [seconds[name] - before for name, before in self._before.items() if seconds.get(name, -1.0) >= before]
         self._before = seconds
         if not busy or passed <= 0:
@@ -70,12 +70,12 @@ class Reporter:
         """Its ``phase`` is a context manager that measures."""
 
     def record_start(self) -> None:
-        """Enter the seconds since the process began into the timeline."""
+        """Add the seconds since the process began to the timeline."""
         born = psutil.Process().create_time()
         self.timeline.add("start", born, time.time() - born, attempt=self._context.attempt)
 
     def open(self, state: TrainState) -> None:
-        """Begin to write metrics, after those that count up to ``state``."""
+        """Begin to write metrics; earlier metrics count up to ``state``."""
         if self._context.rank:
             return
         config = self._context.config
@@ -92,7 +92,7 @@ class Reporter:
         )
 
     def rewind(self, state: TrainState) -> None:
-        """Drop metrics and batches of steps after ``state``, to which the run has gone back."""
+        """Drop metrics and batches of steps after ``state``, after a rollback to it."""
         if self._writer is not None:
             warm_start_step, step = _last_steps(state)
             forget_after(self._context.run_dir, step)
@@ -104,14 +104,14 @@ class Reporter:
             self._writer.close()
 
     def progress(self, total: int | None, label: str, unit: str) -> Any:
-        """A progress bar on rank 0 of a terminal; silent elsewhere."""
+        """Return a progress bar, which shows on rank 0 with a terminal only."""
         show = self._context.rank == 0 and os.environ.get("MEGARL_TTY") == "1"
         return tqdm(total=total, desc=label, unit=unit, leave=False, disable=not show, file=sys.stderr, ncols=100)
 
     def log(self, text: str) -> None:
-        """Print a line for a person, from rank 0."""
+        """Print a line, from rank 0."""
         if self._context.rank == 0:
-            with suppress(OSError):  # the log may lie on a full disk
+            with suppress(OSError):  # the log may be on a full disk
                 tqdm.write(text, file=sys.stderr)
 
     def event(self, kind: str, data: Mapping[str, Any]) -> None:
@@ -146,7 +146,7 @@ class Reporter:
             self._store.journal.record_step(step, metrics, used)
 
     def keep_batch(self, step: int, batch: KeptBatch | None) -> None:
-        """Write what a step trains on; without room for it the step has none. None on other ranks than the first."""
+        """Write a step's batch file; a write error is logged only. ``batch`` is None on ranks other than 0."""
         if batch is None:
             return
         try:
@@ -164,7 +164,7 @@ class Reporter:
         console: Iterable[tuple[str, str, str]] = CONSOLE,
         printed: bool = True,
     ) -> None:
-        """Write the metrics of the step that has ended, with the seconds of its phases; print a line if ``printed``."""
+        """Write the metrics of a step that has ended, with the seconds of its phases; print a line if ``printed``."""
         config, seconds = self._context.config, self.timeline.seconds
         metrics |= {f"timing_s/{name}": value for name, value in seconds.items()}
         if config.taskset.bad_rows == "drop":
@@ -182,7 +182,7 @@ class Reporter:
 
 
 def num_devices(config: Config) -> int:
-    """Devices of a job: one for each trainer rank and each engine worker."""
+    """Return the number of devices of a job: one for each trainer rank and each engine worker."""
     rollout = config.rollout
     has_engines = algorithms.job_of(config).has(ProcessKind.ENGINE)
     engines = rollout.replicas * rollout.tp * rollout.pp if has_engines else 0
@@ -190,5 +190,5 @@ def num_devices(config: Config) -> int:
 
 
 def _last_steps(state: TrainState) -> tuple[int, int]:
-    """Last steps of the warm start, and of what follows it, whose metrics count."""
+    """Return the last steps with valid metrics: (of the warm start, of the phase after it)."""
     return (state.step, -1) if state.warming_up else (ALL_STEPS, state.step)

@@ -1,4 +1,4 @@
-"""Progress of a training run: the value that a step takes and returns, and that a checkpoint holds."""
+"""Progress of a training run: the value that a step takes and returns, and that a checkpoint stores."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ WARM_START = "warm_start"
 
 @dataclass(frozen=True)
 class TrainState:
-    """Stored in a checkpoint's manifest, beside model and optimizer."""
+    """Stored in a checkpoint's manifest, next to model and optimizer."""
 
     phase: str = WARM_START
     step: int = 0
     """Completed steps of the phase."""
     kl_coef: float | None = None
-    """Coefficient of the next step, where it adapts; None is ``algorithm.kl.coef``."""
+    """Coefficient of the next step, if it adapts; None stands for ``algorithm.kl.coef``."""
     rollbacks: int = 0
-    """Returns to a checkpoint after a bad update; the tasks of a step and its seeds depend on it."""
+    """Number of rollbacks after bad updates; a step's tasks and seeds depend on it."""
     grad_norms: Mapping[str, list[float]] = field(default_factory=dict)
-    """Model -> norms of its last updates, the measure of a spike."""
+    """Model -> gradient norms of its last updates, which define a spike."""
 
     @property
     def warming_up(self) -> bool:
@@ -30,5 +30,5 @@ class TrainState:
 
     @classmethod
     def from_manifest(cls, saved: Mapping[str, Any]) -> TrainState:
-        """Read a manifest; what it lacks is as at the start of a run."""
+        """Read a manifest; missing fields have their values at the start of a run."""
         return cls(**{name.name: saved[name.name] for name in fields(cls) if name.name in saved})

@@ -1,1 +1,1 @@
-"""Rollouts: asked for, read, evaluated."""
+"""Rollouts: requested, read, evaluated."""

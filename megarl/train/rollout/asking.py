@@ -1,4 +1,4 @@
-"""Asking for training groups: how many, of which tasks, when, and which of them a step takes (``sync.order``)."""
+"""Requests for training groups: their number, tasks and time, and the choice of a step's groups (``sync.order``)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megarl.train.rollout.group_part import GroupPart
 
 
 class GroupRequests:
-    """Requests for training groups in the store: on rank 0.
+    """Requests for training groups in the store; on rank 0.
 
     Args:
-        parts: Of the group service.
+        parts: Parts of the group service.
     """
 
     def __init__(self, context: RunContext, store: Store, choice: TaskChoice, parts: Sequence[GroupPart] = ()) -> None:
@@ -33,27 +33,27 @@ class GroupRequests:
         self._sampling = {name: value for part in parts for name, value in part.sampling().items()}
 
     def ask_more(self, state: TrainState, published: Published, extra: int, number: int) -> None:
-        """Ask for further groups, the ``extra``-th time in a step."""
+        """Request further groups, for the ``extra``-th time in a step."""
         if not self.store.rollouts.is_requested(rollout_id(state.step, extra)):
             tasks = self.choice.tasks(state.step, self.seed(state), extra)[:number]
             self.request(rollout_id(state.step, extra), state, state.step, published, tasks, extra)
 
     def look_ahead(self, ahead: int, step: int) -> Awaited:
-        """Return the progress of the groups of step ``ahead``, which must be there before weights change while step
-        ``step`` is made: all of them, unless a part needs less."""
+        """Return the progress of step ``ahead``'s groups: all must be complete before weights change in step ``step``,
+        unless a part needs fewer."""
         for part in self._parts:
             if (less := part.look_ahead(ahead, step)) is not None:
                 return less
         return whole(self.store, rollout_id(ahead), awaiting=True)
 
     def overdue(self, step: int, unused: Sequence[UnusedGroup] | None = None) -> list[UnusedGroup]:
-        """Return groups that step ``step`` takes without rewards that they await, of the ``unused`` ones; None: of all
-        that no step has used."""
+        """Return the groups that step ``step`` takes although rewards are missing, out of ``unused``; None: out of all
+        unused groups."""
         read = self.store.pacing.unused if unused is None else lambda: unused
         return [group for part in self._parts for group in part.overdue(read, step)]
 
     def seed(self, state: TrainState) -> int:
-        """Seed of the choice of tasks, another one after each rollback."""
+        """Return the seed for choosing tasks; it changes with each rollback."""
         return data_seed(self.config.trainer.seed, state.rollbacks)
 
     def request(
@@ -67,8 +67,8 @@ class GroupRequests:
         *,
         asked_at: int | None = None,
     ) -> None:
-        """Ask for the groups of a rollout, whose seed follows from ``step`` and ``extra``; ``asked_at``: steps done,
-        where they are not ``step``."""
+        """Request the groups of a rollout. Its seed depends on ``step`` and ``extra``; ``asked_at``: steps done, if not
+        ``step``."""
         seed = self.seed(state)
         sampling = {
             "temperature": self.config.rollout.temperature,
@@ -82,35 +82,35 @@ class GroupRequests:
 
 
 class Asking(Protocol):
-    """Asks for groups and chooses those of a step: on rank 0."""
+    """Requests groups and chooses a step's groups; on rank 0."""
 
     def ask(self, state: TrainState, published: Published) -> None:
-        """Ask for the groups of a step, and ahead of it, if the store has not got them."""
+        """Request the groups of a step and of the steps ahead, unless the store has them."""
 
     def further(self, missing: int) -> int:
-        """Return the number of groups to ask for in a step that lacks so many."""
+        """Return the number of groups to request in a step that lacks ``missing`` groups."""
 
     def look(self, step: int, extra: int, without: Collection[str], missing: int) -> Awaited:
-        """Return the progress of what ``choose`` waits for."""
+        """Return the progress towards what ``choose`` needs."""
 
     def choose(self, step: int, without: Collection[str], missing: int) -> list[str]:
-        """Choose up to ``missing`` ready groups of a step, beside those ``without``; return their ids in order.
+        """Choose up to ``missing`` ready groups of a step that are not in ``without``; return their ids in order.
 
-        Overdue ones await their rewards no more, so that all who read them read the same.
+        Overdue groups stop waiting for their rewards, so that all readers read the same.
         """
 
     def wanted(self, replayed: int) -> int:
-        """Return the number of new groups of a step that replays so many."""
+        """Return the number of new groups in a step that replays ``replayed`` groups."""
 
     def rollouts(self, step: int, rounds: int, used: Sequence[str]) -> list[str]:
-        """Ids of the rollouts that a step reports, which has asked in so many rounds and used these groups: the same on
-        every rank that calls it."""
+        """Return the ids of the rollouts that a step reports, after ``rounds`` requests and with ``used`` groups. The
+        result is the same on every rank."""
 
 
 class InAdmissionOrder:
-    """Every step has a rollout of its own, and trains on its groups.
+    """Gives every step a separate rollout, and trains on its groups.
 
-    All groups are sampled before the weights change, so that a run has the same bits when it is repeated.
+    All groups are sampled before the weights change, so repeated runs are equal to the bit.
     """
 
     def __init__(self, requests: GroupRequests, replay: ReplayChoice) -> None:
@@ -140,7 +140,7 @@ class InAdmissionOrder:
         return self._store.groups.take(self._config.trainer.tasks_per_step, step=step, without=without)
 
     def _waits_no_more(self, step: int) -> bool:
-        """True if groups of a step that still await rewards are left out: all were asked for at one time."""
+        """True if a step drops its own groups that still await rewards: all of them were requested at one time."""
         own = rollout_id(step)
         if not any(group.rollout_id == own for group in self._requests.overdue(step)):
             return False
@@ -154,9 +154,9 @@ class InAdmissionOrder:
 
 
 class InCompletionOrder:
-    """A step takes groups as they end, whichever step asked for them, within ``sync.max_staleness``.
+    """Gives a step the groups that end first, whichever step requested them, within ``sync.max_staleness``.
 
-    Every publication asks for as many as may be asked for then. Their tasks go on where the last ones ended.
+    Every publication requests as many groups as the limit allows. Their tasks continue the order of the earlier ones.
     """
 
     def __init__(self, requests: GroupRequests) -> None:
@@ -169,8 +169,8 @@ class InCompletionOrder:
         steps = min(self._pacing.deadline(published.step) + 1, self._config.trainer.steps) - step
         missing = steps * each - len(self._store.pacing.unused())
         if missing > 0:
-            # A replaced engine may have brought weights between two publications: what this step asked for with them
-            # before a resume stays.
+            # A replaced engine may have received weights between two publications. Groups that this step requested with
+            # them before a resume stay.
             number = next(n for n in count(step) if not self._store.rollouts.is_requested(rollout_id(n)))
             self._requests.request(
                 rollout_id(number), state, number, published, self._tasks(state, missing), asked_at=step
@@ -214,14 +214,14 @@ class InCompletionOrder:
         return [ready[number].group_id for number in choose(due, others, step, missing, self._choice.per_step)]
 
     def wanted(self, replayed: int) -> int:
-        return self._choice.per_step  # a step that replays less than its share is smaller
+        return self._choice.per_step  # a step that replays fewer groups than its share is smaller
 
     def rollouts(self, step: int, rounds: int, used: Sequence[str]) -> list[str]:
-        """Rollouts that have ended: the step has used the last of their groups."""
+        """Return finished rollouts: the step has used the last of their groups."""
         left = {group.rollout_id for group in self._store.pacing.unused() if group.group_id not in used}
         return [rollout for rollout in dict.fromkeys(map(rollout_of, used)) if rollout not in left]
 
 
 def _has_ready(groups: Sequence[UnusedGroup]) -> bool:
-    """Return True if a group has its rewards: a step of none but late ones would train on nothing, so it waits."""
+    """True if a group has its rewards. A step waits for one: it could not train on late groups alone."""
     return any(group.ready for group in groups)

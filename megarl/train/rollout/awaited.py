@@ -1,4 +1,4 @@
-"""Rollouts that a trainer waits for: their ids, their weights, their progress."""
+"""Rollouts that a trainer waits for: ids, weights, progress."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from megarl.core.schema import WeightsVersion
 
 
 class Published(NamedTuple):
-    """Weights that were published last."""
+    """Weights published last."""
 
     version: WeightsVersion
     step: int
-    """Steps of training in them."""
+    """Number of training steps in these weights."""
 
 
 class Awaited(NamedTuple):
-    """Progress of what is waited for."""
+    """Progress of a wait."""
 
     done: int
     total: int
@@ -25,16 +25,16 @@ class Awaited(NamedTuple):
 
 
 def whole(store: Store, rollout: str, *, awaiting: bool = False) -> Awaited:
-    """Progress of a rollout, in groups; ``awaiting``: without the rewards that are to come."""
+    """Return a rollout's progress in groups; ``awaiting``: count groups that lack only late rewards as done."""
     done, total = store.rollouts.progress(rollout, awaiting=awaiting)
     return Awaited(done, total, done == total and store.rollouts.is_complete(rollout, awaiting=awaiting))
 
 
 def rollout_id(step: int, extra: int = 0) -> str:
-    """Id of a training rollout."""
+    """Return the id of a training rollout."""
     return f"train-{step:06d}" + (f"-{extra}" if extra else "")
 
 
 def rollout_of(group_id: str) -> str:
-    """Id of the rollout of a group."""
+    """Return the rollout id of a group."""
     return group_id.rpartition("/")[0]

@@ -1,4 +1,4 @@
-"""The trainer's side of an evaluation: asked for, awaited, reported. ``held_out.py`` is the explorer's."""
+"""Trainer side of an evaluation: request, wait, report. The explorer's side is ``held_out.py``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.train.rollout.rollouts import Wait
 
 
 class Evaluates(Protocol):
-    """Evaluations of a job, in front of its steps (``Evaluation``) or beside them (``EvaluationMeanwhile``). Every rank
+    """Evaluations of a job, between its steps (``Evaluation``) or in parallel (``EvaluationMeanwhile``). Every rank
     makes the same calls."""
 
     @property
@@ -26,21 +26,21 @@ class Evaluates(Protocol):
         """True while engines keep weights that are being evaluated."""
 
     def settle(self, step: int) -> bool:
-        """Report an evaluation that has ended, after ``step`` steps. Return True if an evaluation was given up: the
-        actor's present weights are evaluated in its place."""
+        """Report an evaluation that has ended, after ``step`` steps. Return True if an evaluation was cancelled: then
+        evaluate the actor's current weights instead."""
 
     def wait(self, step: int) -> None:
-        """Wait until none is open. Raises Stopped."""
+        """Wait until no evaluation is open. Raises Stopped."""
 
     def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> None:
-        """Evaluate the weights that were published last. Raises Stopped."""
+        """Evaluate the weights published last. Raises Stopped."""
 
     def forget(self, step: int) -> None:
-        """Give up what is open: the job has gone back to step ``step``."""
+        """Cancel an open evaluation, after a rollback to step ``step``."""
 
 
 class Evaluation:
-    """Asks the explorer to evaluate, waits, and reports what it found. Every rank makes the same calls."""
+    """Requests an evaluation, waits, and reports the result. Every rank makes the same calls."""
 
     is_open = False
 
@@ -55,24 +55,24 @@ class Evaluation:
         return self._store.tasks.ids("eval")
 
     def settle(self, step: int) -> bool:
-        """Return False: all have ended."""
+        """Return False: every evaluation has ended."""
         return False
 
     def wait(self, step: int) -> None:
-        """Do nothing: none is open."""
+        """Do nothing: no evaluation is open."""
 
     def forget(self, step: int) -> None:
-        """Do nothing: none is open."""
+        """Do nothing: no evaluation is open."""
 
     def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> None:
-        """Evaluate as the setting ``evaluation`` asks; report ``val/accuracy``. Raises Stopped."""
+        """Evaluate by the settings of ``evaluation``; report ``val/accuracy``. Raises Stopped."""
         with self._reporter.timeline.phase("evaluation", step=state.step):
             self.ask(state.step, version, rollout_id)
             self._wait(partial(whole, self._store, rollout_id), "held-out tasks", weights_step=state.step)
         self.record(state.step, rollout_id)
 
     def ask(self, step: int, version: WeightsVersion, rollout_id: str) -> None:
-        """Ask for answers of weights with ``step`` steps, on rank 0."""
+        """Request responses of weights with ``step`` steps; on rank 0."""
         if self._context.rank:
             return
         config = self._context.config
@@ -90,13 +90,13 @@ class Evaluation:
         score = f", mean score {event['score']:.3f}" if event["graded"] and event["score"] is not None else ""
         without = f"; {errors} without a verdict" if errors else ""
         self._reporter.log(f"held-out accuracy at step {step}: {text}{score}{without}")
-        if by_source := event.get("sources"):  # none in events of before there were any
+        if by_source := event.get("sources"):  # old events have no sources
             shown = ", ".join(f"{source} {share:.1%} (of {tasks})" for source, (share, tasks) in by_source.items())
             self._reporter.log(f"  by source: {shown}")
 
 
 def evaluation_text(metrics: Mapping[str, float], right: int, tasks: int, config: EvaluationConfig) -> str:
-    """Accuracy for a person: ``45.2% ± 3.1% (avg@8 of 30 tasks, temperature 0.6), pass@8 70.0% ± 8.5%``."""
+    """Format the accuracy for users: ``45.2% ± 3.1% (avg@8 of 30 tasks, temperature 0.6), pass@8 70.0% ± 8.5%``."""
     n, how = config.samples, f"temperature {config.temperature:g}" if config.temperature else "greedy"
 
     def shown(name: str) -> str:

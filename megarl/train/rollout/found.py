@@ -1,4 +1,4 @@
-"""Groups that a step has found so far, and the account of all that was sampled for it."""
+"""Groups found for a step so far, and the account of all samples made for it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.core.schema import Trajectory
 from megarl.train.batch.accounts import NONE, Amount, Excluded, SampleAccount, sum_of
 
 SURPLUS = "surplus"
-"""Reason to drop a group that a step has found beyond ``trainer.tasks_per_step``."""
+"""Reason to drop a group beyond ``trainer.tasks_per_step``."""
 
 
 @dataclass
@@ -24,20 +24,20 @@ class FoundGroups:
     raw: list[Trajectory] = field(default_factory=list)
     report: Report = field(default_factory=lambda: Report(0, {}, {}, ()))
     measured: list[dict[str, float]] = field(default_factory=list)
-    """Metrics under ``rollout/``, which are added up."""
+    """Metrics under ``rollout/``, to be summed."""
     replayed: list[Replayed] = field(default_factory=list)
     again: list[list[Trajectory]] = field(default_factory=list)
-    """Groups of earlier steps, by ``replayed``."""
+    """Groups of earlier steps, in the order of ``replayed``."""
     again_dropped: dict[str, str] = field(default_factory=dict)
     members: dict[str, dict[int, Amount]] = field(default_factory=dict)
-    """Group id -> index of a member -> what was sampled for it, of every group that was read."""
+    """Group id -> index of a member -> amount sampled for the member, for every group read."""
     excluded: dict[tuple[str, int], str] = field(default_factory=dict)
-    """(group id, index) of members that kept groups are trained without -> reason."""
+    """(group id, index) of members excluded from kept groups -> reason."""
     greedy: Amount = NONE
-    """Greedy answers of these groups."""
+    """Amount of greedy responses of these groups."""
 
     def count(self, trajectories: Sequence[Trajectory], verified: Verified) -> None:
-        """Count what was sampled for whole groups, as they were read, and who of them is left out."""
+        """Count the samples of whole groups as read, and their excluded members."""
         for group in by_group(trajectories):
             self.members[group[0].group_id] = {e.index: Amount(1, e.response_length) for e in group}
             if (greedy := group[0].greedy) is not None:
@@ -45,7 +45,7 @@ class FoundGroups:
         self.excluded |= verified.excluded
 
     def account(self, wanted: int) -> SampleAccount:
-        """Account for all that was sampled: why some of it is not trained."""
+        """Return an account of all samples, with the reasons for not training on some."""
         excluded = Excluded()
         excluded.add("greedy", self.greedy)
         dropped = {**self.used(wanted).dropped, **self.again_dropped}
@@ -58,11 +58,11 @@ class FoundGroups:
         return SampleAccount(sampled + self.greedy, excluded)
 
     def ids(self) -> set[str]:
-        """Ids of the groups that were asked for, taken so far."""
+        """Return the ids of the requested groups taken so far."""
         return {trajectory.group_id for trajectory in self.raw}
 
     def used(self, wanted: int) -> Used:
-        """Return what becomes of all groups when the step trains on ``wanted`` new ones."""
+        """Return the use of all groups in a step that trains on ``wanted`` new ones."""
         ids = [group[0].group_id for group in self.groups]
         dropped = self.dropped | dict.fromkeys(ids[wanted:], SURPLUS)
         again = tuple(group.group_id for group in self.replayed)
@@ -71,8 +71,8 @@ class FoundGroups:
         return Used(tuple(ids[:wanted]), dropped, again, excluded)
 
     def trained(self, wanted: int) -> list[Trajectory]:
-        """Trajectories of the step: replayed groups are spread evenly among those that were sampled for it, so that
-        each of its updates has some."""
+        """Return the step's trajectories. Replayed groups are spread evenly among new ones, so that each update has
+        some."""
         kinds = (self.groups[:wanted], self.again)
         placed = [((2 * i + 1) / len(groups), group) for groups in kinds for i, group in enumerate(groups)]
         return [trajectory for _, group in sorted(placed, key=lambda place: place[0]) for trajectory in group]

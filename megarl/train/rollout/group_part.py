@@ -1,4 +1,4 @@
-"""A part of the group service: what one feature adds to the asking for groups and to the choice among them."""
+"""Part of the group service: hooks for one feature to change how groups are requested and chosen."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.train.rollout.reading import RolloutReader
 
 @dataclass(frozen=True)
 class GroupServices:
-    """Services of ``Rollouts``. A part's constructor names those that it uses."""
+    """Services of ``Rollouts``. A part's constructor names the services that it uses."""
 
     config: Config
     store: Store
@@ -31,32 +31,32 @@ class GroupServices:
 
 
 class GroupPart:
-    """Hooks, which do nothing by default. Every rank calls every hook, in the order of ``group_parts.GROUP_PARTS``."""
+    """Hooks; the defaults do nothing. Every rank calls every hook, in the order of ``group_parts.GROUP_PARTS``."""
 
     rounds = 1
-    """Most rollouts that a step asks for, one after the other, until it has enough groups."""
+    """Maximum number of rollouts that a step requests, one after the other, until it has enough groups."""
     mixes_versions = False
-    """True where a step trains on tokens of several versions, whatever ``sync.max_staleness`` is."""
+    """True if a step trains on tokens of several versions regardless of ``sync.max_staleness``."""
 
     def sampling(self) -> Mapping[str, Any]:
-        """Return settings of the sampler for each group, beside temperature, length and seed."""
+        """Return sampler settings of each group, in addition to temperature, length and seed."""
         return {}
 
     def look_ahead(self, ahead: int, step: int) -> Awaited | None:
-        """Return the progress of groups that were asked for ahead, for step ``ahead``, where less than all of them must
-        be there before weights change in step ``step``; None: all."""
+        """Return the progress of groups requested for step ``ahead``, if fewer than all must be complete before weights
+        change in step ``step``; None: all must be."""
         return None
 
     def overdue(self, unused: Callable[[], Sequence[UnusedGroup]], step: int) -> list[UnusedGroup]:
-        """Return groups that step ``step`` takes without rewards that they await; ``unused`` reads those that no step
-        has used."""
+        """Return the groups that step ``step`` takes although rewards are missing. ``unused`` reads the groups that no
+        step has used."""
         return []
 
     def begin(self, found: FoundGroups, state: TrainState) -> None:
-        """Act when the first groups of a step are there, and none has been taken. Raises Stopped."""
+        """Run when a step's first groups are ready, before any is taken. Raises Stopped."""
 
     def lacks(self, group: Sequence[Trajectory]) -> str | None:
-        """Say what a group lacks to be whole; None: nothing."""
+        """Return what a group lacks to be complete; None if nothing is missing."""
         return None
 
     def select(self, found: FoundGroups, groups: list[list[Trajectory]]) -> list[list[Trajectory]]:
@@ -64,14 +64,14 @@ class GroupPart:
         return groups
 
     def finish(self, found: FoundGroups, state: TrainState, rounds: int) -> None:
-        """Act after the last of ``rounds`` rollouts of a step. Raises NonRetryableError."""
+        """Run after the last of a step's ``rounds`` rollouts. Raises NonRetryableError."""
 
     def metrics(self, found: FoundGroups, new: int) -> dict[str, float]:
         """Return metrics of a step; ``new``: number of its groups that are trained for the first time."""
         return {}
 
     def change(self, trajectories: list[Trajectory], state: TrainState) -> list[Trajectory]:
-        """Return the trajectories that are trained in place of these."""
+        """Return the trajectories to train on instead of ``trajectories``."""
         return trajectories
 
 

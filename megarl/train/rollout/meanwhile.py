@@ -1,4 +1,4 @@
-"""Evaluations that do not stop training: some engines keep the weights, the others go on (``trainer.eval_engines``)."""
+"""Evaluation in parallel to training: some engines keep the weights, the others go on (``trainer.eval_engines``)."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from megarl.train.rollout.rollouts import Wait
 
 
 class OpenEvaluation(NamedTuple):
-    """An evaluation that was asked for and has not been reported."""
+    """An evaluation that was requested and has not been reported."""
 
     rollout_id: str
     step: int
-    """Steps of training in its weights."""
+    """Number of training steps in its weights."""
     version: WeightsVersion
     engines: Sequence[Key] = ()
-    """Those that keep its weights; on rank 0."""
+    """Engines that keep its weights; on rank 0."""
 
 
 class EvaluationMeanwhile:
-    """At most one open evaluation, whose engines keep its weights. Every rank makes the same calls.
+    """Runs at most one evaluation, on engines that keep its weights. Every rank makes the same calls.
 
-    Its weights are nowhere else: where an engine of it dies, its answers are forgotten, and weights of now are
-    evaluated in their place. So no evaluation has answers of two versions.
+    Only these engines have the weights. If one dies, the responses are dropped and the current weights are evaluated
+    instead, so no evaluation mixes two versions.
     """
 
     def __init__(
@@ -46,9 +46,9 @@ class EvaluationMeanwhile:
         self._wait = wait
         self._open: OpenEvaluation | None = None
         self._lost = False
-        """Its engines have lost the weights; on rank 0."""
+        """True if an engine of the evaluation has lost the weights; on rank 0."""
         self.due = False
-        """One was given up, and the weights of now are to be evaluated."""
+        """True if an evaluation was cancelled, so that the current weights must be evaluated."""
 
     @property
     def is_open(self) -> bool:
@@ -56,14 +56,14 @@ class EvaluationMeanwhile:
         return self._open is not None
 
     def run(self, state: TrainState, version: WeightsVersion, rollout_id: str) -> None:
-        """Evaluate the weights that were published last, and return at once between two steps. Raises Stopped."""
+        """Evaluate the weights published last; between two steps, return without waiting. Raises Stopped."""
         between = 0 < state.step < self._context.config.trainer.steps
         if not (between and self.begin(state.step, version, rollout_id)):
             self._evaluation.run(state, version, rollout_id)
 
     def begin(self, step: int, version: WeightsVersion, rollout_id: str) -> bool:
-        """Ask for an evaluation of the weights that were published last; False, and nothing is asked for, where no
-        engine can be left out of updates."""
+        """Request an evaluation of the weights published last. Return False, without a request, if no engine can skip
+        updates."""
         self.due = False
         engines = [] if self._context.rank else self._hold(version, rollout_id)
         if not self._ranks.agree(self._context.rank != 0 or bool(engines)):
@@ -78,13 +78,13 @@ class EvaluationMeanwhile:
         return engines
 
     def settle(self, step: int) -> bool:
-        """Report the open evaluation if it has ended, ``step`` steps being done; return ``due``."""
+        """Report the open evaluation if it has ended, after ``step`` steps; return ``due``."""
         if self._open is not None and self._ranks.agree(self._context.rank != 0 or self._look().complete):
             self._end(step)
         return self.due
 
     def wait(self, step: int) -> None:
-        """Wait until none is open. Raises Stopped."""
+        """Wait until no evaluation is open. Raises Stopped."""
         if self._open is None:
             return
         with self._reporter.timeline.phase("evaluation", step=step):
@@ -92,9 +92,9 @@ class EvaluationMeanwhile:
         self._end(step)
 
     def forget(self, step: int) -> None:
-        """Give up the open evaluation: the job has gone back to step ``step``, and the store has forgotten it."""
+        """Cancel the open evaluation, after a rollback of the job and the store to step ``step``."""
         if self._open is not None:
-            self.due = self._open.step < step  # a later one is made again when its step is
+            self.due = self._open.step < step  # a later evaluation is repeated at its step
         self._open, self._lost = None, False
         self._free()
 
@@ -104,7 +104,7 @@ class EvaluationMeanwhile:
         return Awaited(0, 0, True) if self._lost else self._answers()
 
     def _has_lost_one(self) -> bool:
-        """Return True if an engine has not got the weights any more, is wanted no more, or is needed for training."""
+        """True if an engine has lost the weights, is to leave, or is needed for training."""
         assert self._open is not None
         rows = {row.key: row for row in self._store.engines.own()}
         holding = [rows[key] for key in self._open.engines if key in rows]
@@ -129,7 +129,7 @@ class EvaluationMeanwhile:
             self._evaluation.record(of, rollout_id, steps_meanwhile=float(step - of))
 
     def _give_up(self) -> None:
-        """Forget an evaluation that has not ended: its engines have other weights by now, or soon."""
+        """Cancel the evaluation unless it has ended: its engines have, or soon get, other weights."""
         if self._open is None or self._answers().complete:
             return
         self._lost = True

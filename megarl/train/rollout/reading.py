@@ -1,5 +1,5 @@
-"""One reader per node: the first rank of each node reads the store and hands what it has read to the node's other
-ranks, its arrays through a file that they map (``spool.py``)."""
+"""One reader per node: each node's first rank reads the store. It sends what it read to the node's other ranks, with
+the arrays in a file that they map (``spool.py``)."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 STOPPED = "stopped"
 Expand = Callable[[np.ndarray, Sequence[bytes]], np.ndarray]
-"""(ids of a prompt, files of its images) -> the ids with a placeholder for each vector."""
+"""(token ids of a prompt, its image files) -> the ids with a placeholder for each image vector."""
 IMAGES_OF = 4
-"""Tasks whose images are read at once."""
+"""Number of tasks read together for their images."""
 Fault = str | tuple[type[MegarlError], str] | None
-"""Reason why reading ended: nothing, STOPPED, or (type, text) of an error."""
+"""Reason why reading ended: None at the end of the data, STOPPED, or (type, text) of an error."""
 
 
 class NodeReader:
-    """A rank's place among those of its node. Every rank makes one, and calls ``read`` together with all others.
+    """A rank's place in its node. Every rank makes one, and all ranks call ``read`` together.
 
     Args:
-        timeout_s: How long a part is waited for; longer than the reader waits for a store that is away.
+        timeout_s: Timeout for one part; longer than the reader's timeout for an unavailable store.
     """
 
     def __init__(self, timeout_s: float = 600.0) -> None:
@@ -52,7 +52,7 @@ class NodeReader:
             return
         nodes: list[str] = [""] * self._world
         dist.all_gather_object(nodes, machine())
-        for node in dict.fromkeys(nodes):  # all ranks make all groups, in one order
+        for node in dict.fromkeys(nodes):  # all ranks create all groups, in the same order
             ranks = [rank for rank, where in enumerate(nodes) if where == node]
             group = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo")
             if dist.get_rank() in ranks:
@@ -69,22 +69,22 @@ class NodeReader:
         stopping: Callable[[], bool] = lambda: False,
         nbytes: Callable[[], int] = lambda: 0,
     ) -> list[T] | None:
-        """All parts, the same on every rank; only readers call ``parts``. None on every rank when ``stopping()`` on
-        some reader.
+        """Return all parts, the same on every rank; only readers call ``parts``. Return None on every rank if
+        ``stopping()`` is true on some reader.
 
-        ``nbytes``: about the bytes of the arrays of all parts, for which there must be room before the first is read.
+        ``nbytes``: approximate bytes of all arrays; disk space for them is reserved before the first part is read.
 
-        Arrays are read-only where there are several ranks: they lie once a node. The reader has a part in its own
-        memory until its arrays are written.
+        With several ranks, arrays are read-only: a node has one copy. The reader holds a part in memory until the
+        part's arrays are written.
 
-        Raises what ``parts`` raised on some reader, on every rank: as JobError where it is no error of megarl's.
+        Raises an error of ``parts`` on every rank; an error of another library as JobError.
         """
         if self._world == 1:
             return list(parts())
         with closing(Spool()) as spool:
             spooled: list[Spooled] = []
             for message in self._messages(parts, stopping, nbytes, spool) if self.reads else itertools.repeat(None):
-                part, fault, path = self._broadcast(message)
+                part, fault, path = self.broadcast(message)
                 heartbeat.beat()
                 if part is None:
                     break
@@ -95,10 +95,10 @@ class NodeReader:
                     found = unspooled(path, spooled)
                 except JobError as error:  # every rank raises it
                     fault = self._as_error(error)
-            return found if self._agree(fault) else None  # all have mapped the file once they agree
+            return found if self._agree(fault) else None  # all ranks have mapped the file when they agree
 
     def from_first(self, make: Callable[[], T]) -> T:
-        """Call ``make`` on rank 0; return its result on every rank. Raises its error everywhere, as ``read`` does."""
+        """Call ``make`` on rank 0; return its result, or raise its error as ``read`` does, on every rank."""
         if self._world == 1:
             return make()
         box: list[Any] = [None, None]
@@ -116,7 +116,7 @@ class NodeReader:
     def _messages(
         self, parts: Callable[[], Iterable[T]], stopping: Callable[[], bool], nbytes: Callable[[], int], spool: Spool
     ) -> Iterator[tuple[Spooled | None, Fault, str | None]]:
-        """(part, None, None) for each, then None, what ended it, and the path of the file with the arrays."""
+        """Yield (part, None, None) for each part; then (None, reason for the end, path of the file with the arrays)."""
         fault: Fault = None
         try:
             spool.reserve(nbytes())
@@ -125,7 +125,7 @@ class NodeReader:
                     fault = STOPPED
                     break
                 spooled = spool.add(part)
-                del part  # before the next one is read
+                del part  # before the next part is read
                 yield spooled, None, None
         except Exception as error:  # every rank raises it
             fault = self._as_error(error)
@@ -137,14 +137,14 @@ class NodeReader:
         log.exception("reading the store failed")
         return JobError, f"trainer rank {self._reader}, which reads the store for its node, failed: {describe(error)}"
 
-    def _broadcast(self, message: Any) -> Any:
-        """The reader's message, on all ranks of the node."""
+    def broadcast(self, message: Any) -> Any:
+        """Return the reader's message on all ranks of the node."""
         box = [message]
         dist.broadcast_object_list(box, self._reader, self._group)
         return box[0]
 
     def _agree(self, fault: Fault) -> bool:
-        """Nodes agree; False where some reader stopped. Raises the first error."""
+        """Agree among all nodes; return False if a reader stopped. Raises the first error."""
         everyone: list[Fault] = [None] * self._world
         dist.all_gather_object(everyone, fault)
         for each in everyone:
@@ -154,7 +154,7 @@ class NodeReader:
 
 
 class RolloutReader:
-    """Reads rollouts and expert experiences from the store, the same on every rank."""
+    """Reads rollouts and expert experiences from the store; returns the same on every rank."""
 
     def __init__(self, reader: NodeReader, store: Store, stopping: Callable[[], bool]) -> None:
         self._reader = reader
@@ -162,8 +162,8 @@ class RolloutReader:
         self._stopping = stopping
 
     def take(self, choose: Callable[[], Sequence[str]]) -> list[Trajectory] | None:
-        """Trajectories of the groups that ``choose`` returns on rank 0, in its order; None on every rank when the job
-        is asked to stop."""
+        """Return the trajectories of the groups that ``choose`` returns on rank 0, in that order; None on every rank
+        after a request to stop."""
         store, chosen = self._store, self._reader.from_first(choose)
 
         def parts() -> Iterator[list[Trajectory]]:
@@ -175,8 +175,8 @@ class RolloutReader:
         return None if read is None else sorted(read, key=lambda trajectory: place[trajectory.group_id])
 
     def replayed(self, choose: Callable[[], Sequence[Replayed]]) -> list[tuple[Replayed, list[Trajectory]]] | None:
-        """Groups that ``choose`` draws, in its order, with their trajectories; None on every rank when the job is asked
-        to stop. Only readers call ``choose``."""
+        """Return the groups that ``choose`` draws, in that order, with their trajectories; None on every rank after a
+        request to stop. Only readers call ``choose``."""
         store, chosen = self._store, cache(lambda: {group.group_id: group for group in choose()})
 
         def parts() -> Iterator[list[tuple[Replayed, list[Trajectory]]]]:
@@ -188,7 +188,7 @@ class RolloutReader:
         return None if found is None else [group for part in found for group in part]
 
     def images(self, trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
-        """Digest -> file of each image of their turns."""
+        """Return digest -> file for each image in the trajectories' turns."""
         shown = [trajectory for trajectory in trajectories if any(turn.images for turn in trajectory.turns)]
         tasks = sorted({trajectory.task_id for trajectory in shown})
         groups = sorted({trajectory.group_id for trajectory in shown})
@@ -217,13 +217,13 @@ class RolloutReader:
         return {task_id: source for part in found for task_id, source in part.items()}
 
     def metrics(self, rollouts: Callable[[], Sequence[str]]) -> dict[str, float]:
-        """Metrics of rollouts, as their explorers measured them, summed. Only readers call ``rollouts``."""
+        """Return the sums of the explorers' metrics over rollouts. Only readers call ``rollouts``."""
         found = self._reader.read(lambda: [self._store.rollouts.metrics(rollout_id) for rollout_id in rollouts()])
         assert found is not None, "nothing here looks at the stop request"
         return {name: sum(metrics.get(name, 0.0) for metrics in found) for metrics in found for name in metrics}
 
     def version_steps(self, versions: Sequence[WeightsVersion]) -> dict[WeightsVersion, int]:
-        """Steps of training in ``versions``."""
+        """Return version -> number of training steps in its weights."""
         found = self._reader.read(lambda: [self._store.pacing.version_steps(versions)])
         assert found is not None, "nothing here looks at the stop request"
         return found[0]
@@ -231,11 +231,11 @@ class RolloutReader:
     def demonstrations(
         self, tokenizer: ChatTokenizer, expand: Expand | None = None, *, teacher: bool = False
     ) -> list[ExpertRow]:
-        """All expert experiences as tokens, in the store's order.
+        """Return all expert experiences as tokens, in the store's order.
 
         Args:
-            expand: Gives a prompt a placeholder for each vector of its images; None where the model takes none.
-            teacher: With log-probs, where a row has them.
+            expand: Inserts a placeholder for each image vector into a prompt; None for a text model.
+            teacher: Include the teacher's log-probs of rows that have them.
         """
 
         def parts() -> Iterator[list[ExpertRow]]:

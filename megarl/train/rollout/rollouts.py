@@ -1,4 +1,4 @@
-"""The groups of answers that a step trains with: asked for, awaited, read, verified and chosen."""
+"""Training groups of a step: requested, awaited, read, verified and chosen."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ class Wait(Protocol):
 
 @dataclass(frozen=True)
 class StepGroups:
-    """Groups that a step trains with, the same on every rank."""
+    """Groups that a step trains on, the same on every rank."""
 
     trajectories: list[Trajectory]
-    """Whole groups; their statistics come with the reward model's scores."""
+    """Trajectories of whole groups; group statistics are computed later, with a reward model's scores."""
     rollout_ids: tuple[str, ...]
-    """Rollouts that the groups were asked for in."""
+    """Rollouts in which the groups were requested."""
     used: Used
     """All groups of these rollouts: consumed, or dropped with a reason."""
     report: Report
-    """Counts of the groups of all these rollouts, dynamic sampling aside."""
+    """Counts over all groups of these rollouts, before dynamic sampling."""
     metrics: dict[str, float]
     account: SampleAccount
     lags: dict[WeightsVersion, int] | None = None
-    """Lag of each version that has sampled some token of them; None where nothing is sampled ahead or replayed."""
+    """Lag in steps of each version that sampled tokens; None if nothing is sampled ahead or replayed."""
 
 
 class Rollouts:
-    """Training groups of a step. Every rank makes the same calls; rank 0 asks for groups and chooses them."""
+    """Training groups of a step. Every rank makes the same calls; rank 0 requests and chooses groups."""
 
     def __init__(
         self,
@@ -83,10 +83,10 @@ class Rollouts:
             self._asking = InCompletionOrder(self._requests)
 
     def drain(self, state: TrainState, *, weights_step: int) -> None:
-        """Wait until the groups that were asked for ahead are ready, in step ``state.step``; not in completion order.
+        """Wait in step ``state.step`` until the groups requested ahead are ready; do nothing in completion order.
 
-        A checkpoint then finds them in the store, and weights change when no engine samples. Of partial rollouts those
-        of later steps are there as far as their budget goes. Raises Stopped.
+        A checkpoint then finds them in the store, and no engine samples while weights change. Partial rollouts of later
+        steps are ready when their budget is used up. Raises Stopped.
 
         Args:
             weights_step: Steps of training in the actor's weights.
@@ -99,12 +99,12 @@ class Rollouts:
                 self._wait(look, f"rollout {step + 1}, ahead", weights_step=weights_step)
 
     def groups(self, state: TrainState, published: Published) -> StepGroups:
-        """Wait for this step's groups, take and verify them. Parts may leave some out, ask for others, or add some.
+        """Wait for this step's groups, take and verify them. Parts may drop some, request others, or add some.
 
-        Of more than ``trainer.tasks_per_step`` groups the first ones count.
+        The first ``trainer.tasks_per_step`` groups count; the others are surplus.
 
         Args:
-            published: The weights to sample with.
+            published: Weights to sample with.
 
         Raises:
             NonRetryableError: no group is left.
@@ -157,13 +157,13 @@ class Rollouts:
         return StepGroups(trajectories, rollout_ids, used, found.report, metrics, account, lags)
 
     def _lags(self, trajectories: Sequence[Trajectory], step: int) -> dict[WeightsVersion, int]:
-        """Steps by which the versions that have sampled some token are behind those that the step starts from."""
+        """Return version -> lag: training steps between that version and the step's starting weights."""
         versions = {span.version for e in trajectories for turn in e.turns for span in turn.spans}
         steps = self._reader.version_steps(sorted(versions))
         return {version: step - steps[version] for version in versions}
 
     def _take(self, found: FoundGroups, step: int, missing: int) -> None:
-        """Add the groups that are ready for the step. Raises Stopped."""
+        """Take the ready groups of the step. Raises Stopped."""
         answers = self._reader.take(lambda: self._asking.choose(step, found.ids(), missing))
         if answers is None:
             raise Stopped
@@ -178,7 +178,7 @@ class Rollouts:
         found.groups += groups
 
     def verified(self, trajectories: Sequence[Trajectory], step: int) -> Verified:
-        """Verify whole groups for step ``step``, from 0."""
+        """Verify whole groups for step ``step``, counted from 0."""
         config = self._context.config
         return verify(
             trajectories,
@@ -195,8 +195,7 @@ class Rollouts:
 def staleness(
     trajectories: Sequence[Trajectory], replayed: Collection[str], lags: Mapping[WeightsVersion, int]
 ) -> dict[str, float]:
-    """Share of the trained tokens that earlier weights than the step's have sampled; mean and maximum of their lags in
-    groups that are new."""
+    """Return the share of trained tokens sampled by earlier weights; over new groups also the mean and maximum lag."""
     new, all_tokens = Counter[int](), Counter[int]()
     for e in trajectories:
         for span in (span for turn in e.turns for span in turn.spans):

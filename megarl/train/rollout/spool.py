@@ -1,13 +1,13 @@
-"""Objects whose arrays lie once a node: the node's reader writes them to a file, and its ranks map that file.
+"""Objects with one copy of their arrays per node: the node's reader writes the arrays to a file, and ranks map it.
 
-Pickle (protocol 5) keeps arrays and the rest apart: arrays go to the file as they are, the rest is a message. It is
-short but for files of images, which are bytes and stay in it.
+Pickle (protocol 5) separates arrays from the rest: arrays go to the file unchanged, the rest is a message. It is short,
+except for image files, which are bytes and stay in the message.
 
-The file has no name from the start (``O_TMPFILE``), so that nothing is left behind however the processes end. Ranks
-open it through ``/proc``, as engine workers do with the memory of the weight sync. It lies in the temporary folder, not
-in /dev/shm. Pages of a file on a disk can be written out when memory is short, and containers often have 64 MiB of
-/dev/shm. Its room is taken before the first array comes, where its size is known. It is written by calls, not through a
-mapping: a full disk is then an error instead of a SIGBUS.
+The file has no name (``O_TMPFILE``), so that nothing remains however the processes end. Ranks open it through
+``/proc``, as engine workers open the memory of the weight sync. It is in the temporary folder, not in /dev/shm: pages
+of a file on disk can be written out when memory is short, and containers often have 64 MiB of /dev/shm. If the total
+size is known, the disk space is reserved before the first array. The file is written by calls, not through a mapping: a
+full disk is then an error instead of a SIGBUS.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megarl.core.errors import DiskFullError, JobError
 from megarl.weights.checkpoint.training.disk_space import is_full, size
 
 ALIGNMENT = 16
-"""Bytes; the start of each array is a multiple of it, as of those that numpy allocates."""
+"""Bytes; each array starts at a multiple of this, like arrays that numpy allocates."""
 
 
 class Spooled(NamedTuple):
@@ -34,11 +34,11 @@ class Spooled(NamedTuple):
 
     pickled: bytes
     places: list[tuple[int, int]]
-    """(start, bytes) in the file, of each array."""
+    """(start, bytes) of each array in the file."""
 
 
 class Spool:
-    """The reader's end. Has a file once there are arrays, until ``close``; those who have mapped it keep it."""
+    """The reader's side. The file exists from the first array until ``close``; ranks keep what they have mapped."""
 
     def __init__(self) -> None:
         self._file: IO[bytes] | None = None
@@ -46,20 +46,20 @@ class Spool:
 
     @property
     def path(self) -> str | None:
-        """Path by which other processes of this machine open the file; None where no array was written."""
+        """Path of the file for other processes of this machine; None if no array was written."""
         return None if self._file is None else f"/proc/{os.getpid()}/fd/{self._file.fileno()}"
 
     def reserve(self, nbytes: int) -> None:
-        """Take the room of about ``nbytes`` of arrays that come. Raises as ``add``."""
+        """Reserve disk space for about ``nbytes`` of arrays. Raises as ``add``."""
         if nbytes:
             with self._naming(nbytes):
                 file = self._opened()
-                if 0 < _free(file) < nbytes:  # else the disk is full for others until the call fails; 0 may be unknown
+                if 0 < _free(file) < nbytes:  # else others see a full disk until the call fails; 0 may be unknown
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 os.posix_fallocate(file, 0, nbytes)
 
     def add(self, content: Any) -> Spooled:
-        """Write the arrays of an object. Raises DiskFullError or JobError where the folder does not take them."""
+        """Write the arrays of an object. Raises DiskFullError, or JobError if the folder cannot be written."""
         buffers: list[pickle.PickleBuffer] = []
         pickled = pickle.dumps(content, protocol=5, buffer_callback=buffers.append)
         arrays = [buffer.raw() for buffer in buffers]
@@ -68,11 +68,11 @@ class Spool:
 
     @contextmanager
     def _naming(self, nbytes: int) -> Iterator[None]:
-        """Name the folder and its room in errors of what writes ``nbytes``."""
+        """Add the folder and its free space to errors while writing ``nbytes``."""
         try:
             yield
         except OSError as error:
-            folder = tempfile.tempdir or "a temporary folder"  # None where there is none
+            folder = tempfile.tempdir or "a temporary folder"  # None if no usable folder was found
             free = "" if self._file is None else f", where {size(_free(self._file.fileno()))} are free"
             raise (DiskFullError if is_full(error) else JobError)(
                 f"{size(nbytes)} of a step's trajectories cannot be written to {folder} of {platform.node()}{free} "
@@ -80,7 +80,7 @@ class Spool:
             ) from error
 
     def _opened(self) -> int:
-        """Descriptor of the file."""
+        """Return the file's descriptor."""
         if self._file is None:
             self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - closed by ``close``
         return self._file.fileno()
@@ -95,21 +95,21 @@ class Spool:
         return place
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             self._file.close()
 
 
 def _free(file: int) -> int:
-    """Bytes that are free where an open file lies."""
+    """Return the free bytes of the disk with an open file."""
     found = os.fstatvfs(file)
     return found.f_bavail * found.f_frsize
 
 
 def unspooled(path: str | None, parts: Sequence[Spooled]) -> list[Any]:
-    """Return the objects, whose arrays are read-only views of one mapping of the file.
+    """Return the objects; their arrays are read-only views of one mapping of the file.
 
-    Raises JobError where the file cannot be mapped.
+    Raises JobError if the file cannot be mapped.
     """
     mapped = memoryview(b"" if path is None else _mapped(path))
     return [

@@ -1,1 +1,1 @@
-"""Publication of weights to engines, and its proof."""
+"""Publication and verification of weights in engines."""

@@ -1,4 +1,4 @@
-"""Engines on the trainer's devices, which leave while it computes and come back for its weights."""
+"""Engines on the trainer's devices, which free their memory while the trainer computes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger(__name__)
 
 
 class ColocatedEngines:
-    """The job's own engines: asleep or absent (``rollout.offload``) until they are ordered to be there.
+    """The job's engines: asleep or absent (``rollout.offload``) until they are ordered back.
 
-    Every rank makes the same calls; rank 0 writes the orders, which the supervisor carries out. At its start a job's
-    colocated engines are absent.
+    Every rank makes the same calls; rank 0 writes the orders and the supervisor carries them out. Colocated engines are
+    absent when a job starts.
     """
 
     def __init__(self, context: RunContext, store: Store, ranks: Ranks, publisher: WeightPublisher) -> None:
@@ -31,18 +31,18 @@ class ColocatedEngines:
         self._publisher = publisher
 
     def come(self) -> None:
-        """Have the engines take their turn. A weight sync waits for them, and wakes those that are asleep."""
+        """Order the engines back. A weight sync waits for them, and wakes sleeping ones."""
         if self._context.rank == 0:
             self._turn(EngineTurn.HERE)
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Give engines that sleep this memory again; the others have it. Raises EngineError on rank 0."""
+        """Wake this memory in sleeping engines; the others have it. Raises EngineError on rank 0."""
         if self._sleeps:
             self._publisher.wake(what)
 
     def leave(self) -> dict[str, float]:
-        """Have the engines give up their memory; return when they have: the bytes that their workers freed and still
-        have, on rank 0 and where they sleep.
+        """Make the engines free their memory and wait for it; return the bytes that their workers freed and still have,
+        on rank 0 and if they sleep.
 
         Raises EngineError on every rank.
         """
@@ -65,9 +65,9 @@ class ColocatedEngines:
         return self._context.config.rollout.offload != "destroy"
 
     def _asleep(self, orders: dict[int, int]) -> dict[str, float] | None:
-        """Put the engines to sleep; return their metrics, and None on rank 0 where one does not: it is ended then.
+        """Put the engines to sleep; return their metrics, or None on rank 0 if one fails: then all are ended.
 
-        The supervisor starts an engine again that dies before it has read the order: such a one is awake.
+        The supervisor restarts an engine that dies before it reads the order; it is then awake.
         """
         try:
             found = self._publisher.sleep()
@@ -80,7 +80,7 @@ class ColocatedEngines:
             return None
 
     def _turn(self, turn: EngineTurn) -> dict[int, int]:
-        """Order the engines that do something else; return the number of each one's order, on rank 0."""
+        """Order the engines that are in another turn; return each engine's order number, on rank 0."""
         if self._context.rank:
             return {}
         others = [engine.number for engine in self._store.engines.own() if engine.turn is not turn]

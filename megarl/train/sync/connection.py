@@ -1,6 +1,6 @@
-"""A trainer rank's connection with the job's engines: found in the registry, joined by links, agreed on a plan.
+"""A trainer rank's connection to the job's engines: it finds them in the registry, joins links, and agrees on a plan.
 
-Every trainer rank makes the same calls. Rank 0 talks to the engines; the ranks talk to each other through the links'
+Every trainer rank makes the same calls. Rank 0 calls the engines; the ranks exchange messages through the links'
 key-value store, so that all of them learn how a call ended.
 """
 
@@ -32,7 +32,7 @@ from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE
 
 LEAVE_S = 10.0
-"""Seconds that an engine of another program, which has answered, may take to answer again."""
+"""Seconds within which an engine of another program must respond again after its first response."""
 
 
 class LooksForEngines(Protocol):
@@ -40,26 +40,26 @@ class LooksForEngines(Protocol):
 
     @property
     def is_own(self) -> bool:
-        """False where they are other programs'."""
+        """False if the engines belong to other programs."""
 
     def fleet(self) -> Fleet:
-        """Rows of now."""
+        """Return the engines' current rows."""
 
     def to_join(self) -> list[EngineRow] | None:
-        """Engines that weights are delivered to; None while all are away by order."""
+        """Return the engines to deliver weights to; None while all are absent by order."""
 
 
 class EngineConnection:
-    """One trainer rank's end of the engines' weight links.
+    """One trainer rank's side of the engines' weight links.
 
     Args:
         config: Uses model.dtype, parallel, rollout (tp, pp, start_timeout_s) and sync.
-        layout: The trainer's: ``megatron_layout`` of config.parallel.
+        layout: The trainer's layout, ``megatron_layout`` of config.parallel.
         hf_config: config.json of the model.
         rank: This process's rank in the layout.
         look: Finds the engines; used on rank 0.
-        vocab_multiple: What the layout was built with; the engines rebuild it.
-        addresses: Of the links' store; read from the environment when not given.
+        vocab_multiple: Multiple to which the layout pads the vocabulary; the engines rebuild the layout with it.
+        addresses: Addresses of the links' store; by default from the environment.
         stopping: True once the job is asked to stop; ends the wait for engines that are not ready.
     """
 
@@ -78,28 +78,29 @@ class EngineConnection:
         self._addresses = addresses or JobAddresses.from_environment()
         self.config = config
         self.bucket_bytes = config.sync.bucket_bytes
-        """Most bytes of a message; may change between two ``connect``."""
+        """Maximum bytes of a message; may change between two calls of ``connect``."""
         self.look = look
         self.come_and_go = not look.is_own
         self.rows: list[EngineRow] = []
-        """Engines that were joined last, each with the start that answered; on rank 0."""
+        """Engines joined last, each with the start that responded; on rank 0."""
         self.joining: Sequence[int] = ()
-        """Numbers of those that the last ``connect`` has joined: they have lost what they knew of weights."""
+        """Numbers of the engines that the last ``connect`` joined; their earlier weights do not count."""
         self.rank, self.stopping = rank, stopping
         self._layout, self._vocab_multiple = layout, vocab_multiple
         self.fleet = EngineFleet([], self._addresses.key, config.sync.timeout_s)
         self.each = config.sync.pause == "keep"
-        """True if engines take weights one after another, by plans of their own."""
+        """True if engines receive weights one after another, by separate plans."""
         self.adapters: AdapterDelivery | None = None
-        """Way of the model's adapters, where it has some."""
+        """Delivery of the model's adapters, if it has any."""
         if config.model.lora.is_used:
             separate = config.sync.adapter == "separate"
             self.adapters = AdapterDelivery.of(hf_config, config.model.lora, separate=separate)
         self._plans = EnginePlans(layout, hf_config, config.rollout, each=self.each, adapters=self.adapters)
         self.parts: list[PartOfEngines] = []
-        """Engines that take weights together, since ``connect``."""
+        """Engines that receive weights together, since ``connect``."""
         self.messages = RankMessages(rank, config.rollout.start_timeout_s + config.sync.timeout_s)
-        self._timeout_s = config.sync.timeout_s
+        self.timeout_s = config.sync.timeout_s
+        """Timeout in seconds for joining a link, and for each message."""
         self.generation = 0
         """Number of the last ``connect``."""
         self._file = memory_file()
@@ -107,13 +108,13 @@ class EngineConnection:
         self.links = TrainerLinks(rank, layout.num_ranks, config.sync.transport, self._file)
         self.sender: SharedMemorySender | None = None
         self.transport: Transport | None = None
-        """None until ``connect``, and again after a publication has failed."""
+        """None before ``connect`` and after a failed publication."""
 
     def connect(self) -> None:
-        """Wait for the engines, and join those that are new or whose link is broken; the other links stay.
+        """Wait for the engines, and join new ones and those with a broken link; the other links stay.
 
         Raises:
-            EngineError, WeightSyncError: an engine is not ready in time, or refuses; every rank raises.
+            EngineError, WeightSyncError: an engine is not ready in time, or rejects the link; every rank raises.
         """
         with heartbeat.timeout(self.config.rollout.start_timeout_s):
             try:
@@ -137,7 +138,7 @@ class EngineConnection:
         self.joining = joining
         plans = self._plans.of_engines(message["workers"])
         if len(joining) == len(plans):
-            self.links.close()  # those of engines that are gone, too
+            self.links.close()  # includes the links of engines that have ended
         self.links.number(message["workers"])
         for engine in joining:
             self.links.remove(engine)
@@ -146,7 +147,7 @@ class EngineConnection:
         parts = parts_of(plans, message["workers"], places)
         if self.rank == 0:
             calls = self.fleet.calling(
-                lambda i, engine: engine.init(self._init_info(i, places)) if i in joining else None
+                lambda i, engine: engine.init(self.init_info(i, places)) if i in joining else None
             )
         with calls as called:
             try:
@@ -162,8 +163,7 @@ class EngineConnection:
         self.sender = self.transport = self.links.sender(near)
 
     def engines_changed(self) -> bool:
-        """Return True if other engines are wanted than those that are joined, which rank 0 knows alone, or if none is
-        joined."""
+        """True on rank 0 if the wanted engines differ from the joined ones; True on every rank if none is joined."""
         if self.transport is None:
             return True
         if self.rank != 0:
@@ -172,13 +172,13 @@ class EngineConnection:
         return rows is None or [(e.key, e.start) for e in rows] != [(e.key, e.start) for e in self.rows]
 
     def left_out(self) -> list[str]:
-        """Engines that are to be joined no more, since the last look for them."""
+        """Return joined engines that are no longer wanted."""
         rows = self.look.to_join()
         there = self.fleet.urls if rows is None else [row.url for row in rows]
         return [url for url in self.fleet.urls if url not in there]
 
     def _agree(self, topic: str) -> dict[str, Any]:
-        """Find the engines and those that are to be joined, and let these build the plan; rank 0's part."""
+        """Find the engines and which of them to join; let these build the plan. Runs on rank 0."""
         rows = await_wanted(self.look.to_join, self.config.rollout.start_timeout_s, self.stopping)
         if (urls := [row.url for row in rows]) != self.fleet.urls:
             self.fleet = EngineFleet(urls, self._addresses.key, self.config.sync.timeout_s)
@@ -197,42 +197,42 @@ class EngineConnection:
         joining = before.replaced(starts)
         machines = self._machines(before, joining)
         if before.starts and (machines, senders) != (before.machines, before.senders):
-            joining = before.all  # who is near whom decides the order of messages, which all must know
+            joining = before.all  # nearness decides the order of messages, which all processes must share
             machines = self._machines(before, joining)
         self._joined = Joined(starts, machines, senders)
         places = self._joined.places() if self.config.sync.shared_memory else Places()
         return {"workers": workers, "joining": joining, "places": asdict(places)}
 
     def _machines(self, before: Joined, joining: Sequence[int]) -> list[list[str]]:
-        """Machines of each engine's workers; those of ``joining`` build the plan, and return where they are."""
+        """Return the machines of each engine's workers; the engines in ``joining`` build the plan and return theirs."""
 
         def of_engine(i: int, engine: EngineControl) -> list[str]:
             if i not in joining:
                 return before.machines[i]
-            if self.come_and_go:  # an earlier trainer may have been killed in the middle of an update
+            if self.come_and_go:  # an earlier trainer may have been killed during an update
                 engine.workers("megarl_abandon_update")
-            return [worker["machine"] for worker in engine.workers("megarl_agree", self._init_info(i))]
+            return [worker["machine"] for worker in engine.workers("megarl_agree", self.init_info(i))]
 
         return self.fleet.each(of_engine)
 
     def _address(self, engine: int | None, timeout_s: float | None = None) -> LinkAddress:
-        """Address of the link of an engine; None: of the trainer ranks alone."""
+        """Return the address of an engine's link; None: of the trainer ranks' own link."""
         return LinkAddress(
             self._addresses.link_host,
             self._addresses.link_port,
             name=f"{self.generation}/{engine}",
             world_size=self._layout.num_ranks + (0 if engine is None else self._plans.workers[engine]),
-            timeout_s=timeout_s or self._timeout_s,
+            timeout_s=timeout_s or self.timeout_s,
         )
 
     def disconnect(self) -> None:
-        """Close all links; ``connect`` makes new ones."""
+        """Close all links; ``connect`` creates new ones."""
         self.links.close()
         self.sender = self.transport = None
         unpin()
 
-    def _init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
-        """``megarl.engines.sync.receiver.InitInfo`` for one engine."""
+    def init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
+        """Make ``megarl.engines.sync.receiver.InitInfo`` for one engine."""
         places, plans = places or Places(), self._plans
         return {
             **asdict(self._address(replica)),

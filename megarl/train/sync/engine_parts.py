@@ -1,4 +1,4 @@
-"""Parts of a job's engines that take new weights together: all of them, or each by itself (``sync.pause``)."""
+"""Division of a job's engines into parts that receive weights together: all, or one by one (``sync.pause``)."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from megarl.weights.reshard.plan import ReshardPlan, build_plan
 
 @dataclass(frozen=True)
 class PartOfEngines:
-    """Engines whose workers are the destination ranks of ``plan``, from worker ``first`` of all on."""
+    """Engines whose workers are the destination ranks of ``plan``; ``first`` is the number of their first worker."""
 
     engines: Sequence[int]
     plan: ReshardPlan
     first: int = 0
 
     def transport(self, whole: Transport) -> Transport:
-        """Return the transport to this part's ranks, as part of the one to all workers."""
+        """Return the transport to this part's ranks, as a section of the transport to all workers."""
         return PartOfWorkers(whole, self.first) if self.first else whole
 
 
 class EnginePlans:
-    """Plans from the trainer's layout to a job's engines: one for all, or each engine its own.
+    """Plans from the trainer's layout to a job's engines: one plan for all, or one for each engine.
 
     Args:
-        each: Each has its own, also where all have as many workers.
-        adapters: Way of the adapters, where the trainer's model has some.
+        each: Make one plan for each engine, even if all have equally many workers.
+        adapters: Delivery of adapters, if the trainer's model has any.
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class EnginePlans:
         self._adapters = adapters
         self._hf_config, self._rollout, self._each = hf_config, rollout, each
         self._plans: dict[tuple[int, int], ReshardPlan] = {}
-        """(workers of an engine, engines) -> the plan to them."""
+        """(workers of an engine, engines) -> their plan."""
         self.workers: Sequence[int] = ()
-        """Workers of each engine; those that were scaled may have others."""
+        """Number of workers of each engine; elastic scaling may change it."""
 
     @property
     def apart(self) -> bool:
-        """True where each engine has a plan of its own."""
+        """True if each engine has a separate plan."""
         return self._each or len(set(self.workers)) > 1
 
     @property
@@ -66,19 +66,19 @@ class EnginePlans:
         return 1 if self.apart else len(self.workers)
 
     def expect(self, engines: int) -> None:
-        """Plan for so many engines with the workers of now, which takes a while: engines start meanwhile."""
+        """Build the plan for ``engines`` engines with the current workers while engines start, because it is slow."""
         workers = self.workers[0] if self.workers else self._rollout.tp * self._rollout.pp
         self._plan(workers, 1 if self.apart else engines)
 
     def of_engines(self, workers: Sequence[int]) -> list[ReshardPlan]:
-        """Plan for engines that have so many workers each; return each one's plan. Other plans are forgotten."""
+        """Return the plan of each engine, given the number of workers of each. Drops other plans."""
         self.workers = workers
         plans = [self.of(engine) for engine in range(len(workers))]
         self._plans = {key: plan for key, plan in self._plans.items() if any(plan is own for own in plans)}
         return plans
 
     def of(self, engine: int) -> ReshardPlan:
-        """The plan of an engine."""
+        """Return the plan of an engine."""
         return self._plan(self.workers[engine], self.replicas)
 
     def _plan(self, workers: int, replicas: int) -> ReshardPlan:
@@ -91,15 +91,15 @@ class EnginePlans:
 
 
 def places_of(places: Places, engine: int, workers: Sequence[int]) -> Places:
-    """Return the places as a part of one engine sees them, of engines that have so many workers each."""
+    """Return the places from the view of one engine's part; ``workers``: number of workers of each engine."""
     return places.of_workers(first_workers(workers)[engine], workers[engine])
 
 
 def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Places) -> list[PartOfEngines]:
-    """Cut a job's engines, which have so many workers each, into parts.
+    """Divide a job's engines into parts; ``workers``: number of workers of each engine.
 
     Args:
-        plans: One for all of them together, or for each engine its own.
+        plans: One plan for all engines together, or one for each engine.
 
     Engines whose workers are on the same machines share a plan, so that buckets are computed once.
     """
@@ -117,10 +117,10 @@ def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Place
 
 
 def partners_of(parts: Sequence[PartOfEngines], workers: Sequence[int], rank: int) -> list[list[int]]:
-    """Return for each engine the workers that trainer rank ``rank`` sends to, of engines that have so many each."""
+    """Return for each engine the workers that trainer rank ``rank`` sends to; ``workers``: workers of each."""
     receivers: dict[ReshardPlan, list[int]] = {}
     for part in parts:
-        if part.plan not in receivers:  # one rank's moves in a plan take up to a second to list
+        if part.plan not in receivers:  # listing one rank's moves in a plan takes up to a second
             receivers[part.plan] = part.plan.receivers_from(rank)
     sent = sorted(part.first + dst for part in parts for dst in receivers[part.plan])
     firsts = first_workers(workers)

@@ -1,5 +1,5 @@
-"""The trainer's side of ``sync.method=checkpoint``: each version is written as files, which explore programs read and
-prove by themselves."""
+"""Trainer side of ``sync.method=checkpoint``: each version is written to files, which explore programs read and
+verify."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from megarl.weights.reshard.plan import ReshardPlan, build_plan
 class FilePublisher:
     """Publishes weights as files. Every trainer rank makes the same calls; rank 0 writes.
 
-    No engine is known here: those of explore programs come, go and are proven by these programs.
+    It has no contact with engines: the explore programs start, stop and verify them.
 
     Args:
-        layout: The trainer's: ``megatron_layout`` of config.parallel.
+        layout: The trainer's layout, ``megatron_layout`` of config.parallel.
         hf_config: config.json of the model.
         rank: This process's rank in the layout.
     """
@@ -45,11 +45,11 @@ class FilePublisher:
         self._plan: ReshardPlan | None = None
         self._dtype: torch.dtype = getattr(torch, config.model.dtype)
         self._unproven: tuple[WeightsVersion, dict[str, str]] | None = None
-        """Version whose files are there, and its digests, until ``probe`` completes it; on rank 0."""
+        """Version with written files, and its digests, until ``probe`` completes it; on rank 0."""
 
     def connect(self) -> None:
-        """Plan the way of each slice into the files, and make the folder of versions. Raises WeightSyncError on rank 0
-        where that cannot be made."""
+        """Plan the transfer of each slice into the files, and make the versions' folder. Raises WeightSyncError on rank
+        0 if that fails."""
         self._plan = build_plan(*self._layouts)
         folder = Path(self._config.run.dir) / FOLDER
         try:
@@ -71,12 +71,12 @@ class FilePublisher:
 
         Args:
             tensors: This rank's local tensors (Megatron names, any float dtype).
-            written: ``Model.written``: what ``tensors`` must be.
-            abort, probe: Not used: whoever reads the files decides, and ``probe`` comes later.
+            written: ``Model.written``: digests that ``tensors`` must have.
+            abort, probe: Not used: the readers decide about requests, and ``probe`` is a separate call.
 
         Raises:
-            WeightsDiffer: on every rank, where ``tensors`` of one are not what was written.
-            JobError: on rank 0, where the files cannot be written.
+            WeightsDiffer: on every rank, if a rank's ``tensors`` differ from what was written.
+            JobError: on rank 0, if the files cannot be written.
         """
         began, config, plan = time.monotonic(), self._config, self._plan
         if plan is None:
@@ -96,9 +96,9 @@ class FilePublisher:
         return SyncReport(seconds, 0.0, seconds, 0.0, nbytes, 0)
 
     def probe(self, text: ProbeText) -> None:
-        """Complete the version with the probe text and this trainer's log-probs, which its readers must reach.
+        """Complete the version with the probe text and the trainer's log-probs, which the readers' engines must match.
 
-        Raises WeightSyncError on rank 0, where the manifest cannot be written.
+        Raises WeightSyncError on rank 0 if the manifest cannot be written.
         """
         if self._unproven is None:
             return
@@ -115,7 +115,7 @@ class FilePublisher:
 
 
 def _check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int]) -> None:
-    """``check_written`` on all ranks together: none may wait for elements that another does not send."""
+    """Run ``check_written`` on all ranks together, so that no rank waits for elements that another does not send."""
     fault: WeightsDiffer | None = None
     try:
         check_written(tensors, written)

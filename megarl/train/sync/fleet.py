@@ -1,4 +1,4 @@
-"""All engines of a job, called at once from trainer rank 0."""
+"""All engines of a job, called in parallel from trainer rank 0."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from megarl.engines.client.control import EngineControl
 from megarl.engines.fleet import EngineRow
 
 _LOOK_S = 1.0
-"""Seconds between two looks for engines that are to be joined no more, while others are waited for."""
+"""Seconds between two checks for engines that are no longer wanted, while waiting for others."""
 _ABSENT_S = 0.02
-"""Seconds between two looks for engines while all are absent by order."""
+"""Seconds between two checks for engines while all are absent by order."""
 T = TypeVar("T")
 Call = Callable[[int, EngineControl], T]
-"""(number of the engine, its control) -> its result."""
+"""(index of the engine, its control) -> result."""
 _STATE_S = 10.0
-"""Seconds within which a living engine returns its state."""
+"""Timeout in seconds for a live engine's state."""
 
 
 class EngineFleet:
-    """Controls of the engines, in the order of their replicas."""
+    """Controls of the engines, in replica order."""
 
     def __init__(self, urls: Sequence[str], key: str, timeout_s: float) -> None:
         self._engines = [EngineControl(url, key, timeout_s) for url in urls]
         self.starts: list[int] = []
-        """Starts of the engines, as the last ``wait_ready`` found them."""
+        """Start of each engine, as of the last ``wait_ready``."""
         self.workers: list[int] = []
-        """Workers of each of them."""
+        """Number of workers of each engine."""
 
     @property
     def urls(self) -> list[str]:
@@ -48,23 +48,23 @@ class EngineFleet:
 
     @contextmanager
     def calling(self, call: Call[T]) -> Iterator[list[Future[T]]]:
-        """Call every engine in threads; leaving waits for all."""
+        """Call every engine in a thread; leaving the context waits for all."""
         with ThreadPoolExecutor(max(len(self._engines), 1)) as pool:
             yield [pool.submit(call, i, engine) for i, engine in enumerate(self._engines)]
 
     def each(self, call: Call[T]) -> list[T]:
-        """Call every engine at once; raise the first failure when all have returned."""
+        """Call every engine in parallel; raise the first failure after all calls have ended."""
         with self.calling(call) as futures:
             return results(futures)
 
     def forget_starts(self) -> None:
-        """Forget who was there: ``died`` finds nobody until ``wait_ready`` has found them again."""
+        """Forget the engines' starts: ``died`` returns nothing until the next ``wait_ready``."""
         self.starts = []
 
     def wait_ready(
         self, start_s: float, stopping: Callable[[], bool], left_out: Callable[[], Sequence[str]] = tuple
     ) -> None:
-        """Wait until every engine serves. Raises EngineError, also where ``left_out`` names one meanwhile."""
+        """Wait until every engine serves. Raises EngineError, also if ``left_out`` names an engine during the wait."""
         over = Event()
         with self.calling(
             lambda i, engine: engine.wait_ready(start_s, stopping=lambda: over.is_set() or stopping())
@@ -72,7 +72,7 @@ class EngineFleet:
             try:
                 while wait(futures, timeout=_LOOK_S).not_done:
                     if gone := left_out():
-                        raise EngineError(f"the engine at {gone[0]} was waited for, and is to be joined no more")
+                        raise EngineError(f"the engine at {gone[0]} is no longer to be joined")
             finally:
                 over.set()
         results(futures)
@@ -81,9 +81,9 @@ class EngineFleet:
         self.workers = [state.workers for state in states]
 
     def died(self) -> list[str]:
-        """Fates of engines that have ended since ``wait_ready``, even where others are in their place by now.
+        """Return the errors of engines that have ended since ``wait_ready``, even if others have replaced them.
 
-        Empty when it never found them: it has waited for them long enough.
+        Return an empty list if ``wait_ready`` did not succeed: it already waited long enough.
         """
 
         def fate(i: int, engine: EngineControl) -> str | None:
@@ -96,7 +96,7 @@ class EngineFleet:
         return [found for found in self.each(fate) if found is not None] if self.starts else []
 
     def close(self, reason: str) -> None:
-        """Make every engine that still answers refuse generation, and ready for another update."""
+        """Make every reachable engine refuse generation, and be ready for another update."""
         for engine in self._engines:
             with suppress(EngineError):
                 engine.refuse(reason)
@@ -106,7 +106,7 @@ class EngineFleet:
 def await_wanted(
     engines: Callable[[], Sequence[EngineRow] | None], timeout_s: float, stopping: Callable[[], bool]
 ) -> Sequence[EngineRow]:
-    """Engines to join; waits while all are away by order. Raises EngineError."""
+    """Return the engines to join; wait while all are absent by order. Raises EngineError."""
     until = time.monotonic() + timeout_s
     while (rows := engines()) is None:
         if stopping() or time.monotonic() > until:
@@ -119,11 +119,11 @@ def await_wanted(
 
 
 def results(futures: Sequence[Future[T]]) -> list[T]:
-    """Results of calls; raises the first failure."""
+    """Return the results of calls; raise the first failure."""
     return [future.result() for future in futures]
 
 
 def failures(futures: Sequence[Future[Any]]) -> list[str]:
-    """Errors of engines, which explain more than a lost connection; waits a moment for one that is about to come."""
+    """Return the engines' errors, which explain more than a lost connection; waits 1 s for late ones."""
     done, _ = wait(futures, timeout=1.0)
     return [str(error) for future in done if (error := future.exception()) is not None]

@@ -1,4 +1,4 @@
-"""Weights that were published last, kept while the actor is trained: an engine that dies then is given them again."""
+"""Copy of the weights published last: an engine replaced during the update receives them again."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class SentWeights:
     tensors: Mapping[str, torch.Tensor]
     """Megatron name -> local tensor, in host memory."""
     written: Mapping[str, int]
-    """Digests of what the optimizer had written."""
+    """Digests of what the optimizer wrote."""
     probe: ProbeText
 
     @classmethod
     def copy_of(cls, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], probe: ProbeText) -> SentWeights:
-        """Copy tensors to the host: one more set of the rank's parameters there; of adapters what is trained."""
+        """Copy tensors to host memory: one more set of the rank's parameters, or its trained tensors of adapters."""
         if isinstance(tensors, Adapted):
             return cls(type(tensors)(tensors.model.kept()), written, probe)
         return cls({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}, written, probe)
 
 
 class SentDigests:
-    """Digests of this rank's share of the version that was sent last."""
+    """Digests of this rank's share of the version sent last."""
 
     def __init__(self) -> None:
         self._last: tuple[WeightsVersion, Mapping[str, int]] | None = None
 
     def check(self, version: WeightsVersion, written: Mapping[str, int]) -> None:
-        """Take note of what is sent next. Raises WeightsDiffer where other weights were sent under the same version."""
+        """Record what is sent next. Raises WeightsDiffer if the same version was sent with other weights."""
         known = written if self._last is None or self._last[0] != version else self._last[1]
         if changed := sorted(name for name in known.keys() | written.keys() if known.get(name) != written.get(name)):
             raise WeightsDiffer(
@@ -50,6 +50,6 @@ class SentDigests:
 
 
 def outlives_update(sync: SyncConfig) -> bool:
-    """True if a version is sampled with after the update that follows it, and nothing else may sample in its place: in
-    admission order, with engines that stay."""
+    """True if engines keep sampling with a version after the following update, and no other version may replace it: in
+    admission order, over links."""
     return sync.max_staleness > 0 and sync.order == "admission" and sync.method == "direct"

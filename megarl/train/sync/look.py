@@ -1,4 +1,4 @@
-"""Engines that take weights, as trainer rank 0 finds them: the job's own, or those of explore programs."""
+"""Search by trainer rank 0 for the engines that receive weights: the job's own, or engines of explore programs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from megarl.engines.fleet import EngineRow, EngineStatus, Fleet
 log = logging.getLogger(__name__)
 
 SETTLE_S = 3.0
-"""Seconds within which a program that is alive gives a heartbeat, since it was first seen."""
+"""Seconds within which a live program gives a heartbeat after it was first seen."""
 ANSWER_S = 10.0
-"""Seconds within which an engine that is there answers."""
+"""Timeout in seconds for the health check of an engine."""
 
 
 class EngineLook:
-    """Looks at the rows of engines, at the heartbeats of their programs, and whether the engines answer.
+    """Checks the rows of engines, the heartbeats of their programs, and the health of the engines.
 
     Args:
-        key: The job's key. It is sent to no engine of another program before that has given a heartbeat: a dead
-            engine's port may be another user's by now.
-        own: The engines are the job's own. Else an engine is there while its program gives heartbeats.
-        together: All come and go at once, and are waited for (``rollout.placement=colocated``).
-        begun: True once weights were published: own engines that start are waited for before that alone.
-        silence_s: Silence after which another program counts as dead (``cluster.heartbeat_s``).
+        key: The job's key. An engine of another program gets it only after that program's heartbeat: a dead engine's
+            port may belong to another user.
+        own: True if the engines are the job's own. Other engines count while their program gives heartbeats.
+        together: All engines turn together and are all waited for (``rollout.placement=colocated``).
+        begun: True once weights were published; before that, starting engines of the job are waited for.
+        silence_s: Seconds without heartbeat after which another program counts as dead (``cluster.heartbeat_s``).
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class EngineLook:
         self.is_own, self._together, self._begun = own, together, begun
         self._silence = Silence()
         self._silent: Set[str] = frozenset()
-        """Programs that the last look found silent."""
+        """Programs that were silent at the last check."""
         self._left_out: Set[str] = frozenset()
-        """Programs and engines of others that the last choice left out."""
+        """Names of other programs' engines and silent programs that the last choice skipped."""
 
     def fleet(self) -> Fleet:
-        """Rows of now. Of other programs those that are alive; none for a moment after one was first seen: it may be
-        alive, and an engine that a trainer leaves out keeps older weights."""
+        """Return the current rows; for other programs, rows of live ones. Return no rows for a moment after a program
+        was first seen: it may be alive, and a skipped engine would keep older weights."""
         if self.is_own:
             return Fleet(self._store.engines.own())
         beats, programs = self._store.workers.beats(), self._store.engines.programs()
@@ -63,9 +63,9 @@ class EngineLook:
         return Fleet(self._store.engines.read(alive if is_settled else ()))
 
     def to_join(self) -> list[EngineRow] | None:
-        """Engines that weights are delivered to, by program and number; None where all own ones are away by order.
+        """Return the engines to deliver weights to, by program and number; None while all own ones are absent by order.
 
-        One that does not answer is left out while another own one answers; another program's always.
+        An own engine without response is skipped if another responds; another program's engine always.
         """
         fleet, begun = self.fleet(), self._begun()
         chosen = fleet.to_join(begun=begun or not self.is_own, together=self._together)
@@ -81,20 +81,20 @@ class EngineLook:
         return [row for row in chosen if row.url not in faults] or chosen
 
     def _tell(self, faults: Mapping[str, str]) -> None:
-        """Log once which programs, and engines of them, are left out."""
+        """Log once which programs and engines are skipped."""
         for name in sorted(faults.keys() - self._left_out):
             log.warning("engines of explore programs are left out: %s", faults[name])
         self._left_out = faults.keys()
 
     def _faults(self, rows: Sequence[EngineRow]) -> dict[str, str]:
-        """URL of each engine that is not there -> the reason."""
+        """Return URL -> reason for each engine without response."""
         if not rows:
             return {}
         with ThreadPoolExecutor(len(rows)) as pool:
             return {row.url: why for row, why in zip(rows, pool.map(self._fault, rows), strict=True) if why}
 
     def _fault(self, row: EngineRow) -> str:
-        """Return the reason why an engine is not there, "" where it is."""
+        """Return the reason why an engine is not healthy, or "" if it is."""
         try:
             EngineControl(row.url, self._key).health(ANSWER_S)
         except EngineError as error:
@@ -103,11 +103,10 @@ class EngineLook:
 
 
 def lost(fleet: Fleet, given: Sequence[EngineRow]) -> str | None:
-    """Say what is to be made good while answers of engines that were given weights are awaited; None for nothing.
+    """Return the reason to publish again while responses of the engines in ``given`` are awaited, or None.
 
-    That is one that has died and was started again, or that none of them is left and others are. One that has other
-    workers by order, as one that is added, waits for the next publication while others go on.
-    """
+    Reasons: an engine died and was started again; or none of ``given`` is left and others serve. While others go on, an
+    engine with a changed number of workers, like a new engine, waits for the next publication."""
     there = {row.key for row in fleet.present()}
     serving = [row for row in fleet.to_join(begun=True) if row.state is EngineStatus.SERVING]
     before = {row.key: row for row in given}

@@ -1,9 +1,9 @@
-"""Probes of a weight sync: the text whose log-probs are compared on both sides, as the trainer computes it, and a test
-adapter, with which an engine must compute as the trainer does before it is given a step's.
+"""Probes of a weight sync: a text whose log-probs are compared between trainer and engine, and a test adapter, which an
+engine must pass before it gets a step's adapters.
 
-An adapter that does nothing passes every digest and, while B is near zero, every probe. A test adapter has a B that is
-large and known: an engine that is not given it, has it under a name that matches nothing, or scales it twice, gives
-other log-probs. Of an embedding A begins with zeros, and is large in B's place.
+An adapter without effect passes every digest and, while B is near zero, every probe. A test adapter has a large, known
+B. An engine gives other log-probs if it lacks the adapter, has it under a name that matches nothing, or scales it
+twice. For an embedding A begins with zeros, and is large instead of B.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from megarl.weights.reshard.adapters import TOWER, Adapted
 from megarl.weights.reshard.layout import Layout
 
 CANDIDATES = 4
-"""Tokens after a far text."""
+"""Number of candidate tokens after a far text."""
 
 
 def probe_text(config: Config, head: Head, model: Model, decode: int = DECODED, *, far: bool = False) -> ProbeText:
     """Make the probe of a model's current weights. Every rank calls it.
 
     Args:
-        head: Of a model with whose tokens engines sample (``Models.head``).
-        decode: Most tokens that an engine samples after the text.
-        far: Add texts as long as half of the context and all of it.
+        head: Head of a model with the tokens that engines sample (``Models.head``).
+        decode: Maximum number of tokens that an engine samples after the text.
+        far: Add texts as long as half the context and the whole context.
     """
     tolerance = config.sync.probe_tolerance
     length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
@@ -50,13 +50,13 @@ def probe_text(config: Config, head: Head, model: Model, decode: int = DECODED, 
     decode = max(0, min(decode, context_tokens(config.rollout) - length - 2))
     probe = ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance, decode)
     longest = context_tokens(config.rollout) - 2
-    if not far or longest <= length or config.sync.method == "checkpoint":  # whose readers compare the short text
+    if not far or longest <= length or config.sync.method == "checkpoint":  # whose readers use the short text
         return probe
     return replace(probe, far=[_far_text(head, model, size, tolerance) for size in sorted({longest // 2, longest})])
 
 
 def _far_text(head: Head, model: Model, length: int, tolerance: float) -> FarText:
-    """Make a text, and the log-probs of some tokens after it: one sequence for each.
+    """Make a text, and the log-probs of CANDIDATES tokens after it: one sequence for each.
 
     Special tokens have the lowest and the highest ids, and are left out: engines look for images at some of them.
     """
@@ -72,7 +72,7 @@ def _far_text(head: Head, model: Model, length: int, tolerance: float) -> FarTex
 
 
 ADAPTER_SIZE = 0.5
-"""Size of the test adapter's effect: about this share of the size of a layer's inputs, or of an embedding's outputs."""
+"""Size of the test adapter's effect, as a share of the size of a layer's inputs, or of an embedding's outputs."""
 LEAST_EFFECT = 10.0
 """Multiples of the probe's tolerance by which a test adapter must change a log-prob."""
 
@@ -80,16 +80,16 @@ LEAST_EFFECT = 10.0
 def test_adapter(
     config: Config, head: Head, actor: Model, sent: Callable[[Model], Mapping[str, torch.Tensor]]
 ) -> SentWeights:
-    """Make a test adapter of the actor's A and another B, or of an embedding's B and another A, with what the trainer
-    computes with it. Every rank calls it.
+    """Make a test adapter with the actor's A and another B (embedding: its B and another A), and the trainer's
+    log-probs with it. Every rank calls it.
 
     Args:
-        sent: Gives a model's tensors as they are delivered.
+        sent: Returns a model's tensors as delivered.
 
     The probe has no images, so adapters of a vision tower alone are proven by digests.
 
     Raises:
-        WeightSyncError: on every rank, where the trainer's own log-probs do not move with it.
+        WeightSyncError: on every rank, if the trainer's own log-probs do not change with it.
     """
     before = probe_text(config, head, actor, 0)
     with _tested(actor):
@@ -110,14 +110,14 @@ def test_adapter(
 
 @contextmanager
 def _tested(actor: Model) -> Iterator[None]:
-    """Give a model the test adapter for the length of the block: other B's, and another A of an embedding."""
+    """Give a model the test adapter within the context: other B matrices, and other A matrices of embeddings."""
     assert actor.adapters is not None
     tensors = actor.all_tensors
     sizes = {}
     for local, group in actor.adapters.local.items():
         for each in group:
             own, size = each.factors, 1.0
-            if own.is_embedding:  # B of its size 1 is multiplied by A; each rank's part of A is as large as its rows
+            if own.is_embedding:  # B of size 1 is multiplied by A; each rank's part of A has its rows' scale
                 size = float(tensors[local].float().square().mean().sqrt())
             sizes[each.a if own.is_embedding else each.b] = size * ADAPTER_SIZE / (own.scale * own.rank**0.5)
     before = {name: tensors[name].clone() for name in sizes}
@@ -132,8 +132,8 @@ def _tested(actor: Model) -> Iterator[None]:
 
 
 def _fill(layout: Layout, tensors: Mapping[str, torch.Tensor], sizes: Mapping[str, float]) -> None:
-    """Write this rank's parts of A's and B's that are drawn whole by their names; ``sizes``: standard deviation of each
-    that is written."""
+    """Write this rank's parts of the A and B matrices named in ``sizes`` (standard deviations). Each whole matrix is
+    drawn with a seed from its name."""
     rank = torch.distributed.get_rank()
     for piece in layout.pieces(rank):
         if piece.local not in sizes:

@@ -1,6 +1,6 @@
-"""One publication of weights: pause the engines, send, prove what arrived, resume.
+"""One publication of weights: pause the engines, send, verify what arrived, resume.
 
-Rank 0 leads; it and the other trainer ranks exchange messages, so that all of them learn how the publication ended.
+Rank 0 leads. It exchanges messages with the other trainer ranks, so that all of them learn how the publication ended.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megarl.weights.reshard.execute import Digests, compare, folds_of, merge
 from megarl.weights.reshard.plan import ReshardPlan
 
 TRIED = "the engine has a test adapter, not the weights of a step"
-"""Reason of an engine that refuses requests while its way of adapters is tried."""
+"""Reason of refused requests while an engine has a test adapter."""
 _FAILURE_S = 5.0
-"""Seconds that ranks wait for each other's account of a failure."""
+"""Seconds that ranks wait for each other's errors after a failure."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class SyncReport:
     seconds: float
     """Seconds from the first request to pause until every engine generates again."""
     pause_seconds: float
-    """Seconds until the engines had paused; where requests are kept, until they went on."""
+    """Seconds until the engines had paused; if requests are kept, until they resumed."""
     transfer_seconds: float
     digest_seconds: float
     bytes: int
-    """Sent over the link by all ranks together."""
+    """Bytes sent over the link by all ranks together."""
     digests: int
-    """Compared."""
+    """Number of digests compared."""
     probe_diff_max: float | None = None
-    """Largest difference of the probe's log-probs, where the publication itself has probed."""
+    """Largest difference of the probe's log-probs, if the publication included the probe."""
 
     def metrics(self) -> dict[str, float]:
         """Return the report as metrics under ``sync/``."""
@@ -54,7 +54,7 @@ class SyncReport:
 
     @staticmethod
     def of_parts(parts: Sequence[SyncReport]) -> SyncReport:
-        """Return the report of publications one after another: sums, and the longest pause of all."""
+        """Combine the reports of consecutive publications: sums, and the longest pause."""
         probed = [part.probe_diff_max for part in parts if part.probe_diff_max is not None]
         return SyncReport(
             seconds=sum(part.seconds for part in parts),
@@ -68,11 +68,11 @@ class SyncReport:
 
 
 class Delivery(Protocol):
-    """Way of weights to engines: over links (``WeightPublisher``), or as files (``FilePublisher``). Every trainer rank
-    makes the same calls."""
+    """Delivery of weights to engines: over links (``WeightPublisher``) or as files (``FilePublisher``). Every trainer
+    rank makes the same calls."""
 
     def connect(self) -> None:
-        """Prepare for publications, at the start and where other engines are to be given weights."""
+        """Prepare for publications, at the start and whenever the engines change."""
 
     def publish(
         self,
@@ -83,10 +83,10 @@ class Delivery(Protocol):
         abort: bool = False,
         probe: ProbeText | None = None,
     ) -> SyncReport:
-        """Deliver a version, proven by digests."""
+        """Deliver a version, verified by digests."""
 
     def probe(self, text: ProbeText) -> float | None:
-        """Prove by the log-probs of a text what the engines compute; return the largest difference, if it is known."""
+        """Compare log-probs of a text with the engines; return the largest difference, if known."""
 
 
 class Publication:
@@ -94,7 +94,7 @@ class Publication:
 
     Args:
         topic: Prefix of its messages, never used before.
-        changed: The plan has what training changes alone: the engines have the rest.
+        changed: True if the plan covers only what training changes; the engines have the rest.
     """
 
     def __init__(
@@ -121,13 +121,13 @@ class Publication:
         *,
         opens: bool = True,
     ) -> SyncReport:
-        """Publish as rank 0, which drives the engines and announces the end to the other ranks.
+        """Publish as rank 0: drive the engines and announce the end to the other ranks.
 
         Args:
             send: Sends this rank's tensors over the link.
-            nbytes: Sent over the link by all ranks together.
-            probe: Compared before any request that was kept, or came meanwhile; None leaves that to the caller.
-            opens: False leaves the engines refusing requests, but those that prove them.
+            nbytes: Bytes sent over the link by all ranks together.
+            probe: Compared before any kept or newly arrived request continues; None leaves the probe to the caller.
+            opens: False keeps the engines refusing requests, except requests that verify them.
         """
         read_by_all = self._messages.read_by_all()
         with self._messages.announcing(f"{self._topic}/end") as message:
@@ -139,7 +139,7 @@ class Publication:
                 self._fleet.close(failure)
                 raise _kind(error)(failure) from error
             message.update(asdict(report))
-        self._messages.remove(read_by_all)  # every rank has sent since, and so has received what came before
+        self._messages.remove(read_by_all)  # every rank has sent since, and so has received all earlier messages
         return report
 
     def _drive(
@@ -180,9 +180,9 @@ class Publication:
 
     @contextmanager
     def _probing(self, probe: ProbeText | None) -> Iterator[list[Future[Probed]]]:
-        """Ask for the probe's log-probs before the body resumes the engines; leaving waits for them.
+        """Request the probe's log-probs before the body resumes the engines; leaving the context waits for them.
 
-        Nothing is decoded: whether the requests that go on have room for that, and when, no timeout knows.
+        Nothing is decoded: resumed requests may leave no room for that, for an unknown time.
         """
         if probe is None:
             yield []
@@ -193,7 +193,7 @@ class Publication:
                 self._fleet.each(lambda i, engine: engine.await_queued(name, probed[i].done))
                 yield probed
             except BaseException:
-                with suppress(EngineError):  # an engine that has died; those that live would keep their probes queued
+                with suppress(EngineError):  # an engine has died; live engines would keep their probes queued
                     self._fleet.each(lambda i, engine: engine.resume())
                 raise
 
@@ -209,24 +209,24 @@ class Publication:
         return sent
 
     def _check_version(self, state: EngineState) -> None:
-        """Raise WeightSyncError where an engine names its weights otherwise than they were published."""
+        """Raise WeightSyncError if an engine reports another version than the published one."""
         if state.version != str(self._version):
             raise WeightSyncError(f"the engine has version {state.version} after the update to {self._version}")
 
     def _folds_sent(self, rank: int) -> dict[int, int]:
-        """Folds of the digests of what another rank has sent, by destination rank."""
+        """Return the folded digests of what another rank sent, by destination rank."""
         return dict(self._messages.received(f"{self._topic}/sent/{rank}")["folds"])
 
     def _compare_folds(self, sent: Mapping[int, int]) -> tuple[list[int], int]:
-        """Compare what was sent with what every worker computes with; return the destination ranks whose folds differ,
-        and the number of digests in all folds."""
+        """Compare digests of what was sent with digests of every worker's memory. Return the destination ranks whose
+        folds differ, and the number of digests in all folds."""
         answers = self._workers("megarl_digest_fold")
         got = {rank: int(answer["fold"], 16) for rank, answer in enumerate(answers)}
         differing = [rank for rank in sorted(sent.keys() | got.keys()) if sent.get(rank) != got.get(rank)]
         return differing, sum(answer["tensors"] for answer in answers)
 
     def _compare_digests(self, own: Digests, differing: Sequence[int]) -> None:
-        """Raise WeightsDiffer naming the tensors that make these destination ranks' folds differ."""
+        """Raise WeightsDiffer, naming the tensors whose digests differ on these destination ranks."""
         topic = f"{self._topic}/digests"
         sent = [own, *(_decode(self._messages.posted(f"{topic}/{rank}")) for rank in range(1, self._num_trainers))]
         got: Digests = {}
@@ -239,16 +239,16 @@ class Publication:
         )
 
     def _workers(self, method: str) -> list[dict[str, Any]]:
-        """Answers of all workers, by destination rank."""
+        """Return the results of all workers, by destination rank."""
         answers = self._fleet.each(lambda i, engine: engine.workers(method))
         return [answer for engine in answers for answer in engine]
 
     def _where(self, pause: Pause) -> str:
-        """Words for the engines, where they are not all: ranks in an error are then counted from there."""
+        """Return text that names the engines if not all are meant; ranks in the error count from their first worker."""
         return f" (the engine at {', '.join(self._fleet.urls)})" if pause == "keep" else ""
 
     def _others(self) -> list[str]:
-        """Errors of other ranks in a transfer that has failed on rank 0."""
+        """Return the errors of other ranks in a transfer that failed on rank 0."""
         errors = []
         for rank in range(1, self._num_trainers):
             try:
@@ -258,7 +258,7 @@ class Publication:
         return errors
 
     def follow(self, send: Callable[[], Digests], rank: int) -> SyncReport:
-        """Publish as another rank: send after rank 0 has paused the engines, and learn how the publication ended."""
+        """Publish as another rank: send after rank 0 has paused the engines, and wait for the result."""
         self._messages.received(f"{self._topic}/go")
         try:
             with self._messages.announcing(f"{self._topic}/sent/{rank}") as message:
@@ -266,7 +266,7 @@ class Publication:
                 message["folds"] = list(folds_of(sent).items())
         except Exception as error:
             try:
-                self._messages.received(f"{self._topic}/end", _FAILURE_S)  # so that every rank ends with the same words
+                self._messages.received(f"{self._topic}/end", _FAILURE_S)  # so that every rank has one error text
             except WeightSyncError as verdict:
                 raise _kind(verdict)(f"{verdict} (here: {error})") from error
         differing = self._messages.received(f"{self._topic}/proof")["differing"]
@@ -280,7 +280,7 @@ def _failure_text(error: Exception) -> str:
 
 
 def _kind(error: Exception) -> type[WeightSyncError]:
-    """Type of the error to raise because of ``error``."""
+    """Return the type of the error to raise because of ``error``."""
     return WeightsDiffer if isinstance(error, WeightsDiffer) else WeightSyncError
 
 

@@ -1,4 +1,4 @@
-"""The trainer's side of a weight sync: publish every version, and prove that the engines have it."""
+"""Trainer side of a weight sync: publish every version, and verify that the engines have it."""
 
 from __future__ import annotations
 
@@ -29,33 +29,33 @@ from megarl.weights.reshard.execute import Digests, SliceDigests, send
 from megarl.weights.reshard.plan import ReshardPlan
 
 AWAIT_S = 0.2
-"""Least seconds between two looks for engines of other programs."""
+"""Minimum seconds between two checks for engines of other programs."""
 UNMOVED = (
     "an engine does not compute with a test adapter as the trainer does: adapters that it is given do not reach its "
     "layers, reach others, or are scaled otherwise; compare model.lora and sync.adapter of both programs"
 )
-"""Beginning of an error."""
+"""Beginning of an error text."""
 Start = tuple[Key, int]
-"""An engine, and the number of its start."""
+"""(engine, number of its start)."""
 LEAST_BUCKET = 65536
-"""Bytes below which no bucket is halved: memory that lacks so little is not the buckets'."""
+"""Minimum bytes of a halved bucket; if this little memory is missing, buckets are not the cause."""
 
 
 class DeliveredRows(Protocol):
-    """Rows of engines as the process that delivers weights writes them (``Store.engines``)."""
+    """Rows of engines, as written by the process that delivers weights (``Store.engines``)."""
 
     def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None) -> None:
-        """Note the weights of these starts; None: that they have lost theirs."""
+        """Record the weights of these starts; None: they have lost their weights."""
 
     def free(self) -> None:
-        """Have no engine keep its weights for an evaluation."""
+        """Release all engines that keep weights for an evaluation."""
 
 
 class WeightPublisher:
-    """Publishes, proves and probes weights over a connection. Every trainer rank makes the same calls.
+    """Publishes, verifies and probes weights over a connection. Every trainer rank makes the same calls.
 
     Args:
-        rows: Where rank 0 notes the weights that engines have.
+        rows: Rows in which rank 0 records the engines' weights.
     """
 
     def __init__(self, connection: EngineConnection, rows: DeliveredRows) -> None:
@@ -64,23 +64,23 @@ class WeightPublisher:
         self._dtype: torch.dtype = getattr(torch, connection.config.model.dtype)
         self._count = 0
         """Number of the last publication or probe."""
-        self._whole: set[Start] = set()
-        """Starts of engines that have proven to have all weights since they slept; on rank 0."""
-        self._tried: set[Start] = set()
-        """Starts of engines whose way of adapters was tried; on rank 0."""
-        self._changes: dict[int, ReshardPlan] = {}
-        """``id`` of a part -> its plan of what training changes."""
+        self.whole: set[Start] = set()
+        """Starts of engines that have verified all weights since they last slept; on rank 0."""
+        self.tried: set[Start] = set()
+        """Starts of engines that have passed a test adapter; on rank 0."""
+        self.changes: dict[int, ReshardPlan] = {}
+        """``id`` of a part -> the plan that covers only what training changes."""
         self._covering: list[ReshardPlan] = []
-        """Plans that deliver all that training changes."""
+        """Plans checked to deliver everything that training changes."""
         self._base = BaseProof()
 
     def connect(self) -> None:
         """``EngineConnection.connect``."""
-        connection, self._changes, self._covering = self.connection, {}, []
+        connection, self.changes, self._covering = self.connection, {}, []
         connection.connect()
-        if connection.rank == 0:  # an engine that joins begins from nothing, also one that has not been started again
+        if connection.rank == 0:  # a joining engine starts without weights, even if it has not been restarted
             joined = self._starts(connection.joining)
-            self._whole, self._tried = self._whole - joined, self._tried - joined
+            self.whole, self.tried = self.whole - joined, self.tried - joined
 
     def engines_changed(self) -> bool:
         """``EngineConnection.engines_changed``."""
@@ -95,23 +95,21 @@ class WeightPublisher:
         abort: bool = False,
         probe: ProbeText | None = None,
     ) -> SyncReport:
-        """Send this rank's local tensors (Megatron names, any float dtype); return when every engine has proven to
-        have all weights and generates again.
+        """Send this rank's local tensors (Megatron names, any float dtype); return when every engine has verified all
+        weights and generates again.
 
         Args:
             written: ``Model.written``: digests of what the optimizer last wrote, which ``tensors`` must have.
-            abort: End the requests under way instead of waiting for them, which may take longer than an engine's
-                answer.
-            probe: Compared within the publication; needed, and allowed, with ``sync.pause=keep``.
+            abort: Abort requests in flight instead of waiting for them, which may exceed an engine's timeout.
+            probe: Compared within the publication; required by ``sync.pause=keep``, and allowed only there.
 
-        With ``sync.pause=keep`` each engine that has not got the version, and does not keep another one, takes it by
-        itself. One that fails is not waited for by the others: the first failure is raised when all have been given
-        it.
+        With ``sync.pause=keep`` each engine that lacks the version, and keeps no other one, receives it separately. If
+        one fails, the others still receive it; then the first failure is raised.
 
         Raises:
             WeightSyncError: on every rank. The engines then refuse requests with the reason; ``connect`` and
-                ``publish`` bring them back. A WeightsDiffer on rank 0 when ``tensors`` are not what was written, or
-                when all were sent and proven to be others.
+                ``publish`` bring them back. WeightsDiffer on rank 0 if ``tensors`` differ from what was written, or if
+                all were sent and arrived different.
         """
         connection = self.connection
         if connection.transport is None:
@@ -140,20 +138,20 @@ class WeightPublisher:
                 failure = None  # its traceback holds this frame
 
     def _parts_behind(self, topic: str, version: WeightsVersion) -> list[PartOfEngines]:
-        """Parts to publish to: those whose engine generates with the version already need nothing."""
+        """Return the parts to publish to; a part whose engine already generates with the version is skipped."""
         connection = self.connection
         if not connection.each:
             return connection.parts
         if connection.rank == 0:
             with connection.messages.announcing(topic) as message:
-                message["behind"] = self._behind(version)
+                message["behind"] = self.behind(version)
         else:
             message = connection.messages.received(topic)
         return [connection.parts[engine] for engine in message["behind"]]
 
-    def _behind(self, version: WeightsVersion) -> list[int]:
-        """Places of the engines to publish to: none that keeps weights for an evaluation, unless one of those has lost
-        them or no other engine is left."""
+    def behind(self, version: WeightsVersion) -> list[int]:
+        """Return the indices of the engines to publish to. Engines that keep weights for an evaluation are skipped,
+        unless one has lost them or no other engine is left."""
         look, joined = self.connection.look, [row.key for row in self.connection.rows]
         fleet = look.fleet()
         holding = [row for row in fleet if row.holds_for]
@@ -163,24 +161,24 @@ class WeightPublisher:
             fleet = look.fleet()
         return [joined.index(row.key) for row in fleet.behind(version) if row.key in joined]
 
-    def _note(self, engines: Iterable[int], version: WeightsVersion | None) -> None:
-        """Note that these engines have proven to have a version; None: that they have lost theirs."""
+    def note(self, engines: Iterable[int], version: WeightsVersion | None) -> None:
+        """Record that these engines have verified a version; None: they have lost their weights."""
         rows = [self.connection.rows[engine] for engine in engines]
         self._rows.delivered({row.key: row.start for row in rows}, version)
 
     def _planned(
         self, topic: str, parts: Sequence[PartOfEngines], *, tried: bool = False
     ) -> list[tuple[PartOfEngines, ReshardPlan]]:
-        """Each part with the plan to execute: of what training changes, where its engines have proven to have the
-        rest. With ``tried`` raises WeightSyncError where an engine has not computed with a test adapter."""
+        """Return each part with its plan, which covers only what training changes if the engines have verified the
+        rest. With ``tried`` raises WeightSyncError if an engine has not passed a test adapter."""
         connection = self.connection
         adapters = connection.adapters
         if adapters is None:
             return [(part, part.plan) for part in parts]
         if connection.rank == 0:
-            have = [not self._starts(part.engines) - self._whole for part in parts]
+            have = [not self._starts(part.engines) - self.whole for part in parts]
             with connection.messages.announcing(f"{topic}/changed") as message:
-                if tried and any(self._starts(part.engines) - self._tried for part in parts):
+                if tried and any(self._starts(part.engines) - self.tried for part in parts):
                     raise WeightSyncError(
                         "an engine has not computed with a test adapter yet, so that model.lora may do nothing there: "
                         "try_adapter() comes before its first weights"
@@ -189,15 +187,15 @@ class WeightPublisher:
         else:
             message = connection.messages.received(f"{topic}/changed")
         for part, changed in zip(parts, message["changed"], strict=True):
-            if changed and id(part) not in self._changes:
-                self._changes[id(part)] = part.plan.only(adapters.changed(part.plan.destination).__contains__)
+            if changed and id(part) not in self.changes:
+                self.changes[id(part)] = part.plan.only(adapters.changed(part.plan.destination).__contains__)
         plans = [
-            self._changes[id(p)] if changed else p.plan for p, changed in zip(parts, message["changed"], strict=True)
+            self.changes[id(p)] if changed else p.plan for p, changed in zip(parts, message["changed"], strict=True)
         ]
         return list(zip(parts, plans, strict=True))
 
     def _starts(self, engines: Iterable[int]) -> set[Start]:
-        """Starts of joined engines, on rank 0."""
+        """Return the starts of joined engines, on rank 0."""
         return {(row.key, row.start) for row in (self.connection.rows[engine] for engine in engines)}
 
     def _publish_to(
@@ -224,16 +222,16 @@ class WeightPublisher:
             nbytes = bytes_of(plan.destination, self._dtype)
             report = publication.lead(send, pause, nbytes, probe, opens=opens)
         except BaseException:
-            self._whole -= self._starts(part.engines)
-            self._note(part.engines, None)
+            self.whole -= self._starts(part.engines)
+            self.note(part.engines, None)
             raise
-        self._whole |= self._starts(part.engines)
-        self._note(part.engines, version if opens else None)
+        self.whole |= self._starts(part.engines)
+        self.note(part.engines, version if opens else None)
         return report
 
     def untried(self) -> bool:
-        """Return True if a joined engine has not been tried with a test adapter, which rank 0 knows alone."""
-        return bool(self._starts(range(len(self.connection.rows))) - self._tried)
+        """True on rank 0 if a joined engine has not passed a test adapter."""
+        return bool(self._starts(range(len(self.connection.rows))) - self.tried)
 
     def try_adapter(
         self,
@@ -243,11 +241,11 @@ class WeightPublisher:
         written: Mapping[str, int],
         probe: ProbeText,
     ) -> None:
-        """Deliver a test adapter to the engines that were not tried with one, and compare log-probs of a text. They
+        """Deliver a test adapter to the engines without one so far, and compare log-probs of a text. These engines
         refuse requests until the next publication. Every rank calls it.
 
         Raises:
-            WeightSyncError: as ``publish``; a WeightsDiffer where an engine does not compute with the adapter.
+            WeightSyncError: as ``publish``; WeightsDiffer if an engine does not compute with the adapter.
         """
         connection = self.connection
         self._count += 1
@@ -257,7 +255,7 @@ class WeightPublisher:
             try:
                 if connection.rank == 0:
                     with connection.messages.announcing(topic) as message:
-                        untried = [bool(self._starts(part.engines) - self._tried) for part in connection.parts]
+                        untried = [bool(self._starts(part.engines) - self.tried) for part in connection.parts]
                         message["parts"] = [number for number, is_new in enumerate(untried) if is_new]
                 else:
                     message = connection.messages.received(topic)
@@ -284,17 +282,17 @@ class WeightPublisher:
             except WeightsDiffer as error:
                 fleet.close(UNMOVED)
                 raise WeightsDiffer(f"{UNMOVED}: {error}") from error
-        self._tried |= self._starts(part.engines)
+        self.tried |= self._starts(part.engines)
 
     def probe(self, text: ProbeText) -> float:
-        """Largest difference of the text's log-probs between this trainer and any engine. Every rank calls it.
+        """Return the largest difference of the text's log-probs between trainer and engines. Every rank calls it.
 
         Raises:
-            WeightSyncError: on every rank, when it is more than the text's tolerance. The engines then refuse requests.
+            WeightSyncError: on every rank, if it exceeds the text's tolerance. The engines then refuse requests.
         """
         self._count += 1
         connection, topic = self.connection, f"probe/{self.connection.generation}.{self._count}"
-        # Two requests to each engine, and those of a far text once.
+        # Two requests to each engine, and one for each far text.
         with heartbeat.timeout(2 * connection.config.sync.timeout_s):
             if connection.rank != 0:
                 return connection.messages.received(topic)["max_difference"]
@@ -303,7 +301,7 @@ class WeightPublisher:
                     message["max_difference"] = self._probe(text)
                 except WeightSyncError as error:
                     connection.fleet.close(str(error))
-                    self._note(range(len(connection.rows)), None)
+                    self.note(range(len(connection.rows)), None)
                     raise
             return message["max_difference"]
 
@@ -327,7 +325,7 @@ class WeightPublisher:
         return gone or (["no engine is there"] if self.come_and_go and not connection.look.to_join() else [])
 
     def await_any(self, seconds: float) -> bool:
-        """Wait for so long for an engine that is there, on rank 0; ends early when the job is asked to stop."""
+        """Wait up to ``seconds`` for an engine to be present, on rank 0; end early when the job is asked to stop."""
         until = time.monotonic() + seconds
         connection = self.connection
         while not (there := bool(connection.look.to_join())) and not connection.stopping() and time.monotonic() < until:
@@ -336,18 +334,18 @@ class WeightPublisher:
         return there
 
     def lost(self) -> str | None:
-        """Reason to publish again while answers are awaited (``look.lost``), on rank 0; None where there is none."""
+        """Return the reason to publish again while responses are awaited (``look.lost``), or None; on rank 0."""
         connection = self.connection
         return None if connection.transport is None else lost(connection.look.fleet(), connection.rows)
 
     def drain(self, given_up: Callable[[], bool]) -> None:
-        """Have the engines end their requests, and begin none before a publication (``EngineControl.drain``). Raises
+        """Make the engines end their requests, and start none before a publication (``EngineControl.drain``). Raises
         EngineError."""
         self.connection.fleet.each(lambda i, engine: engine.drain(given_up))
 
     def halve_buckets(self) -> tuple[int, int] | None:
         """Halve the bytes of a message (``sync.bucket_bytes``) for the next ``connect``; return the bytes before and
-        after, None where they would be too few."""
+        after, or None if they would be too few."""
         connection = self.connection
         old = connection.bucket_bytes
         if old // 2 < LEAST_BUCKET:
@@ -356,17 +354,17 @@ class WeightPublisher:
         return old, old // 2
 
     def part(self) -> None:
-        """Close the links before the engines end: the next ``connect`` joins all of them."""
+        """Close the links before the engines end; the next ``connect`` joins all engines."""
         self.connection.fleet.forget_starts()
         self.connection.disconnect()
 
     def sleep(self) -> dict[str, float]:
-        """Have the engines give up KV cache and, without ``rollout.offload=memory``, weights until ``wake``; return
-        the bytes that their workers freed and still have, on rank 0. Raises EngineError there."""
+        """Make the engines free KV cache and, unless ``rollout.offload=memory``, weights until ``wake``. Return the
+        bytes that their workers freed and still have, on rank 0. Raises EngineError there."""
         connection = self.connection
         keep = connection.config.rollout.offload == "memory"
         if not keep:
-            self._whole = set()
+            self.whole = set()
         if connection.rank:
             return {}
         if connection.transport is None:
@@ -378,7 +376,7 @@ class WeightPublisher:
         }
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> None:
-        """Give the engines this memory again (``EngineControl.wake``). Raises EngineError on rank 0."""
+        """Make the engines allocate this memory again (``EngineControl.wake``). Raises EngineError on rank 0."""
         if self.connection.rank == 0:
             self.connection.fleet.each(lambda i, engine: engine.wake(what))
 
@@ -405,10 +403,10 @@ class WeightPublisher:
                 given = ProvenTensors(tensors, self._count)
             digests = send(plan, connection.rank, given, transport, dtype=self._dtype, bucket_bytes=bucket, known=known)
             connection.sender.finish()
-            check_written(tensors, written)  # they were sent from memory that an update must not change meanwhile
+            check_written(tensors, written)  # an update must not have changed the memory during the send
             return digests
         except BaseException as error:
-            clear_frames(error.__traceback__)  # they hold sends under way, which would keep the link open
+            clear_frames(error.__traceback__)  # they hold pending sends, which would keep the link open
             for engine in part.engines:
                 connection.links.remove(engine)
             if not connection.each:

@@ -16,29 +16,29 @@ from megarl.engines.sync.link import LinkAddress, open_store
 
 
 class RankMessages:
-    """One trainer rank's messages; rank 0 serves the store and removes keys when every rank has read them."""
+    """One trainer rank's messages. Rank 0 serves the store, and removes keys when every rank has read them."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank = rank
         self.timeout_s = timeout_s
         self._store: TCPStore | None = None
         self._keys: list[str] = []
-        """Keys that rank 0 has written or read, until it removes them."""
+        """Keys that rank 0 has written or read and not yet removed."""
 
     @property
     def store(self) -> TCPStore:
-        """The store, open after ``open``."""
+        """Return the store; call ``open`` first."""
         assert self._store is not None, "open first"
         return self._store
 
     def open(self, address: LinkAddress) -> None:
-        """Open the store, unless it is open."""
+        """Open the store if it is closed."""
         if self._store is None:
             self._store = open_store(address, master=self._rank == 0)
 
     @contextmanager
     def announcing(self, topic: str) -> Iterator[dict[str, Any]]:
-        """Send the other ranks under ``topic`` what the body puts into the dict, or the error that it raises."""
+        """Send the other ranks the dict that the body fills, or the error that it raises, under ``topic``."""
         self._note(topic)
         message: dict[str, Any] = {}
         try:
@@ -50,7 +50,7 @@ class RankMessages:
         self.store.set(topic, json.dumps(message))
 
     def received(self, topic: str, timeout_s: float | None = None) -> dict[str, Any]:
-        """Another rank's message under ``topic``; its error becomes a WeightSyncError here."""
+        """Return another rank's message under ``topic``; raise its error as a WeightSyncError."""
         timeout_s = timeout_s or self.timeout_s
         try:
             self.store.wait([topic], timedelta(seconds=timeout_s))
@@ -67,13 +67,13 @@ class RankMessages:
         self.store.set(key, json.dumps(value))
 
     def posted(self, key: str) -> Any:
-        """A value that another rank has written for rank 0."""
+        """Return a value that another rank wrote for rank 0."""
         self.store.wait([key], timedelta(seconds=self.timeout_s))
         self._note(key)
         return json.loads(self.store.get(key))
 
     def read_by_all(self) -> list[str]:
-        """Keys so far, to ``remove`` once every rank has read them; later ones are counted again."""
+        """Return the keys so far, to ``remove`` once every rank has read them, and start a new list."""
         keys, self._keys = self._keys, []
         return keys
 

@@ -1,6 +1,6 @@
-"""Publication of the actor's weights to the job's engines, again when one was replaced.
+"""Publication of the actor's weights to the job's engines, and again after an engine was replaced.
 
-Every rank makes the same calls and leaves them alike: with a result, or with an error (or ``Stopped``).
+Every rank makes the same calls, and all ranks get the same outcome: a result, an error or ``Stopped``.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from megarl.weights.reshard.execute import NO_ROOM
 
 T = TypeVar("T")
 FIRST_S = 5.0
-"""Seconds without an engine before the first line about it."""
+"""Seconds without an engine before the first log line about it."""
 MEET_S = 30.0
 """Seconds between two collectives while ranks wait for engines."""
 TRIES = 4
-"""Attempts at one publication, each but the first after an engine has died in the one before."""
+"""Attempts at one publication; each further attempt follows the death of an engine."""
 
 
 class WeightSync:
-    """The engines of a job as all its trainer ranks see them together.
+    """The engines of a job, as seen by all its trainer ranks together.
 
     Args:
-        delivery: Brings the weights to the engines.
-        record: Writes a version down, with the steps of training in it; on rank 0.
-        links: The same where it has links to engines, which may come, go and die; None where weights are files.
-        keeps_sent: Keep a copy of each version (``sent.outlives_update``).
+        delivery: Delivers weights to the engines.
+        record: Stores a version with its number of training steps; on rank 0.
+        links: ``delivery`` if it has links to engines, which may join, leave and die; None if weights are files.
+        keeps_sent: Keep a copy of each version (``last_published.outlives_update``).
     """
 
     def __init__(
@@ -65,13 +65,14 @@ class WeightSync:
         keeps_sent: bool = False,
     ) -> None:
         self.version = WeightsVersion(context.attempt, 0)
-        """Last published; 0 is none."""
+        """Version published last; 0 before the first."""
         self.step = 0
-        """Steps of training in it."""
+        """Number of training steps in it."""
         self._keeps_sent = keeps_sent
-        self._sent: SentWeights | None = None
+        self.sent: SentWeights | None = None
+        """Copy of the weights sent last, or None."""
         self._given: SentWeights | None = None
-        """Weights that the last version has in place of the actor's."""
+        """Weights of the last version if they are not the actor's."""
         self._digests = SentDigests()
         self._context, self._ranks, self._reporter, self._record = context, ranks, reporter, record
         self._models, self._memory = models, memory
@@ -82,54 +83,54 @@ class WeightSync:
         self._again_if_one_dies(lambda: None, join=True)
 
     def publish(self, step: int, given: SentWeights | None = None) -> dict[str, float]:
-        """Give the actor's weights, which have ``step`` steps of training, to every engine that is wanted, under a new
-        version, proven equal; enter ``Phase.ROLLOUT`` and return sync metrics.
+        """Publish the actor's weights, with ``step`` training steps, to every wanted engine under a new, verified
+        version; enter ``Phase.ROLLOUT`` and return sync metrics.
 
         Args:
-            given: Other weights in their place, for an evaluation.
+            given: Other weights to publish instead, for an evaluation.
 
         Raises EngineError, WeightSyncError, Stopped.
         """
-        self._memory.enter(Phase.SYNC)  # engines that are away may be wanted then
+        self._memory.enter(Phase.SYNC)  # absent engines may be wanted from here on
         self._begin_version(step)
         links = self._links
         changed = links is not None and not self._ranks.agree(not links.engines_changed())
-        # What an earlier attempt has asked engines of other programs for is asked for again.
+        # Requests of an earlier attempt at engines of other programs are made again, so abort them.
         abort = links is not None and links.come_and_go and self.version.n == 1
         self._given = given
-        return self._again_if_one_dies(lambda: self._publish(abort=abort, sent=given), join=changed)
+        return self._again_if_one_dies(lambda: self.send_version(abort=abort, sent=given), join=changed)
 
     def publish_again(self, why: str | None, step: int) -> None:
-        """Give the weights to an engine that has replaced one that had them, under the same version.
+        """Publish the last version to an engine that replaced another one.
 
-        The others are asked again for what they are computing, or go on with it (``sync.pause=keep``).
+        The other engines get their requests again, or continue them (``sync.pause=keep``).
 
         Args:
-            why: State of the engine, on the rank that saw it.
-            step: Steps of training in the actor's weights; where the last version has others, and no copy of it was
-                kept, these are a new one.
+            why: Reason, on the rank that found it.
+            step: Number of training steps in the actor's weights. If the last version is older and no copy was kept,
+                they become a new version.
         """
-        sent = self._given or (self._sent if step != self.step else None)
+        sent = self._given or (self.sent if step != self.step else None)
         if step != self.step and sent is None:
             self._begin_version(step)
         self._reporter.log(f"{why}; joining the engine that is new there")
         with self._memory.during(Phase.SYNC):
-            self._again_if_one_dies(lambda: self._publish(abort=not self._keeps, sent=sent), join=True)
+            self._again_if_one_dies(lambda: self.send_version(abort=not self._keeps, sent=sent), join=True)
         self._reporter.log(f"published {self.version} again; the rollout goes on")
 
     def _begin_version(self, step: int) -> None:
-        """Name the actor's weights, and write that down before an engine samples with them."""
+        """Start a version for the actor's weights, and store it before an engine samples with them."""
         self.version, self.step = WeightsVersion(self._context.attempt, self.version.n + 1), step
         if self._context.rank == 0:
             self._record(self.version, step)
 
     @contextmanager
     def quieting(self) -> Iterator[Callable[[], bool]]:
-        """Have the engines end what they are computing and begin nothing, in a thread of rank 0; yield whether they
-        have.
+        """Make the engines end their requests and start none, in a thread of rank 0; yield a function that returns True
+        once they have.
 
-        Leaving waits for the thread, which gives up within seconds. An engine that fails is the next publication's
-        affair.
+        Leaving the context waits for the thread, which stops within seconds. A failed engine is left to the next
+        publication.
         """
         links = self._links
         if links is None or self._context.rank or not self.version.n:
@@ -143,22 +144,28 @@ class WeightSync:
             finally:
                 given_up.set()
 
-    def _publish(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
+    def send_version(self, *, abort: bool = False, sent: SentWeights | None = None) -> dict[str, float]:
+        """Send the actor's weights as ``version`` to the joined engines, verify and probe them; return metrics.
+
+        Args:
+            abort: Abort requests in flight instead of waiting for them.
+            sent: Weights to send instead of the actor's: a copy of an earlier send of this version.
+        """
         actor = self._models.actor.model
         self._memory.enter(Phase.SYNC)
         self._wake("weights")
         self._try_adapter(actor)
         tensors, written = (self._delivered(actor), actor.written()) if sent is None else (sent.tensors, sent.written)
         self._together(lambda: self._digests.check(self.version, written))
-        # An engine that goes on at once with requests under way is probed before them.
+        # An engine that continues requests in flight is probed before they go on.
         first = self._probe() if self._keeps else None
         report = self._together(
             lambda: self._delivery.publish(tensors, self.version, written=written, abort=abort, probe=first)
         )
         text = first or (self._probe() if sent is None else sent.probe)
         if sent is None and self._keeps_sent:
-            self._sent = None  # never two copies
-            self._sent = SentWeights.copy_of(tensors, written, text)
+            self.sent = None  # never two copies
+            self.sent = SentWeights.copy_of(tensors, written, text)
         self._memory.enter(Phase.ROLLOUT)  # the KV cache has the memory that the actor leaves
         self._wake("kv_cache")
         proven = self._keeps and not text.far
@@ -166,7 +173,7 @@ class WeightSync:
         return report.metrics() | ({} if difference is None else {"sync/probe_diff_max": difference})
 
     def _try_adapter(self, actor: Model) -> None:
-        """Give a test adapter to engines that were not tried with one."""
+        """Send a test adapter to engines that have not passed one."""
         links = self._links
         if actor.adapters is None or links is None or self._ranks.agree(not links.untried()):
             return
@@ -177,7 +184,7 @@ class WeightSync:
         self._together(lambda: links.try_adapter(tensors, version, written=written, probe=text))
 
     def _delivered(self, actor: Model) -> Mapping[str, torch.Tensor]:
-        """The actor's tensors as they are delivered."""
+        """Return the actor's tensors in their form for delivery."""
         if actor.adapters is None:
             return actor.tensors
         model = actor.adapters.adapted(actor.all_tensors)
@@ -193,15 +200,15 @@ class WeightSync:
 
     @property
     def _keeps(self) -> bool:
-        """True if requests under way go on with new weights."""
+        """True if requests in flight continue with new weights."""
         return self._context.config.sync.pause == "keep"
 
     def _again_if_one_dies(self, do: Callable[[], T], *, join: bool) -> T:
-        """Call ``do``; where an engine died in it, once more when the one that replaces it has been joined. Where
-        memory for a bucket lacked, once more with buckets of half the size.
+        """Call ``do``. If an engine dies during the call, join its replacement and call again; if a bucket did not fit
+        into memory, call again with buckets of half the size.
 
-        An error while all engines live is raised at once, above all that weights differ. A job that is asked to
-        stop gets no other engine: then any failure but a difference of weights raises ``Stopped``.
+        An error with all engines alive is raised immediately, above all differing weights. After a request to stop no
+        engine is replaced: any failure except differing weights raises ``Stopped``.
         """
         left, links = TRIES, self._links
         while True:
@@ -221,7 +228,7 @@ class WeightSync:
                     continue
                 left -= 1
                 found = [] if differ else links.died()
-                if self._ranks.agree(not found):  # only rank 0 finds any
+                if self._ranks.agree(not found):  # only rank 0 finds dead engines
                     raise
                 if not left:
                     died = "".join(f"; {fate}" for fate in found)
@@ -231,8 +238,8 @@ class WeightSync:
                 )
 
     def _await_engines(self) -> None:
-        """Wait until an explore program's engine is there: at the start of an attempt for
-        ``rollout.start_timeout_s``, later however long. Nothing where the job has engines of its own, or none is known.
+        """Wait until an explore program's engine is present: at the start of an attempt for
+        ``rollout.start_timeout_s``, later without limit. Do nothing for a job with its own engines or without links.
 
         Raises EngineError, Stopped.
         """
@@ -257,11 +264,11 @@ class WeightSync:
             said += 1
 
     def lost(self) -> str | None:
-        """``WeightPublisher.lost`` on rank 0; None on others, and without links."""
+        """Return ``WeightPublisher.lost`` on rank 0; None on other ranks, and without links."""
         return self._links.lost() if self._links is not None and self._context.rank == 0 else None
 
     def _smaller_buckets(self, links: WeightPublisher, error: EngineError | WeightSyncError) -> bool:
-        """Halve the buckets on every rank if a side had no memory for one; True if they were halved."""
+        """Halve the buckets on every rank if a process lacked memory for one; return True if they were halved."""
         if self._ranks.agree(NO_ROOM not in str(error)) or (halved := links.halve_buckets()) is None:
             return False
         self._reporter.log(
@@ -271,7 +278,7 @@ class WeightSync:
         return True
 
     def _together(self, do: Callable[[], T]) -> T:
-        """Call ``do``, which has failed on every rank when it has on one."""
+        """Call ``do``; raise on every rank if it failed on one."""
         failure: EngineError | WeightSyncError | None = None
         try:
             result = do()

@@ -1,1 +1,1 @@
-"""Advantages and optimizer updates of a step, and the refusal of an update that is not finite."""
+"""Advantages and optimizer updates of a step, and the rejection of non-finite updates."""

@@ -1,5 +1,5 @@
-"""Difference of the engine's log-probs from the trainer's, of the tokens that a step has sampled: of all that are
-trained, and by lag, which is how far their policy is from the trainer's."""
+"""Difference between the engine's and the trainer's log-probs of a step's sampled tokens: over all trained tokens, and
+by lag, as the distance of their policies."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from megarl.learn.batching import Sequences
 from megarl.train.batch.batch import StepBatch
 
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.1}
-"""sync.sample_tolerance where it is not set. On toy models the means were 1e-7 in float32 and 0.004 in bfloat16; a
-larger model's, and a mixture of experts', are larger in bfloat16."""
+"""Defaults of sync.sample_tolerance. Means on toy models were 1e-7 in float32 and 0.004 in bfloat16; in bfloat16 larger
+models and mixtures of experts have larger ones."""
 QUANTILE = 0.99
 
 
@@ -33,10 +33,10 @@ def engine_gap(batch: StepBatch, sampled: torch.Tensor, config: Config) -> dict[
 
 
 def mismatch(sequences: Sequences, kept: Tokens) -> dict[str, float]:
-    """Metrics of the difference, for the same weights and tokens.
+    """Return metrics of the difference, for equal weights and tokens.
 
     Args:
-        kept: The tokens that are compared.
+        kept: The tokens to compare.
     """
     old, engine = sequences.old_logp, sequences.engine_logp
     if old is None or engine is None:
@@ -54,19 +54,18 @@ def mismatch(sequences: Sequences, kept: Tokens) -> dict[str, float]:
 
 
 def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> None:
-    """Compare the log-probs of what the engines have sampled with the weights that the step starts from.
+    """Compare the engine's log-probs of sampled tokens with those of the step's starting weights.
 
-    Real text, through all that a rollout goes through: prefix cache, batches, captured graphs. Sequences with a token
-    of older weights are left out (its expert ids may be those that they chose), and tokens whose log-prob in the
-    trainer is no number, which is the update filter's affair. One that is none in the engine counts as the largest
-    difference.
+    This checks real text through the whole rollout path: prefix cache, batches, captured graphs. Sequences with a token
+    of older weights are skipped (their expert ids may be from the older weights). Tokens with a non-finite log-prob
+    in the trainer are skipped: the update filter handles them. A NaN from the engine counts as the largest difference.
 
     Args:
-        sampled: bool [T]; sampled tokens that have both log-probs.
+        sampled: bool [T]; sampled tokens with both log-probs.
         config: Uses sync.sample_tolerance and model.dtype.
 
     Raises:
-        WeightsDiffer: the mean is larger; names it, the quantile and the token that is furthest off.
+        WeightsDiffer: the mean exceeds the tolerance; the text has the mean, the quantile and the furthest token.
     """
     sequences = batch.sequences
     old, engine, lag = sequences.old_logp, sequences.engine_logp, sequences.lag
@@ -86,7 +85,7 @@ def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> No
 def _text(
     kept: Tokens, old: torch.Tensor, engine: torch.Tensor, difference: Totals, tolerance: float, rows: Sequence[Outcome]
 ) -> str:
-    """Message of ``check_samples``, the same on every rank: the furthest token's numbers go to all."""
+    """Return the message of ``check_samples``, the same on every rank: all ranks get the furthest token's numbers."""
     furthest = [
         _furthest(mask, *own)
         for mask, *own in zip(*(x.split(kept.lengths.tolist()) for x in (kept.mask, old, engine)), strict=True)
@@ -105,8 +104,8 @@ def _text(
 
 
 def _furthest(mask: torch.Tensor, old: torch.Tensor, engine: torch.Tensor) -> tuple[float, float, float, float]:
-    """(difference, position, engine's log-prob, trainer's) of a sequence's token that is furthest off; below 0 as the
-    difference of none."""
+    """Return (difference, position, engine's log-prob, trainer's) of a sequence's token with the largest difference,
+    which is below 0 if no token counts."""
     difference = _difference(old, engine).nan_to_num(nan=torch.inf).masked_fill(~mask, -1.0)
     at = int(difference.argmax())
     return float(difference[at]), float(at), float(engine[at]), float(old[at])
@@ -117,23 +116,23 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 LARGEST_NAMED = 8
-"""Lags from this on are measured together."""
+"""Lags from this one on are measured together."""
 
 
 def lag_metrics(sequences: Sequences, kept: Tokens) -> dict[str, float]:
-    """Distance of the behaviour policy (engine) from the proximal one (trainer, start of the step), by lag, over the
-    whole step.
+    """Measure the distance of the behaviour policy (engine) from the proximal policy (trainer at the start of the
+    step), by lag, over the whole step.
 
     With w = exp(old_logp - engine_logp) of the M tokens of a lag: the effective sample size (Σw)² / Σw², as a share of
     M, and the mean of |log w|.
 
     Args:
-        kept: The tokens that are compared.
+        kept: The tokens to compare.
     """
     old, engine, lag = sequences.old_logp, sequences.engine_logp, sequences.lag
     if old is None or engine is None:
         return {}
-    # Another rank's sequences may have lags where these have none.
+    # Other ranks' sequences may have lags even if these have none.
     named = kept.lengths.new_zeros(1).expand(len(old)) if lag is None else lag.clamp(max=LARGEST_NAMED)
     largest = kept.totals(torch.Tensor.double, named)
     metrics: dict[str, float] = {}
@@ -154,6 +153,6 @@ def _log_ratio_and_size(old: torch.Tensor, engine: torch.Tensor) -> tuple[torch.
 
 
 def _weights_and_squares(old: torch.Tensor, engine: torch.Tensor, top: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """w = exp(log ratio - top), and w². The factor cancels; the largest weight overflows nothing."""
+    """Return w = exp(log ratio - top) and w². The factor cancels, and prevents overflow of the largest weight."""
     weights = (old.double() - engine.double() - top).exp()
     return weights, weights.square()

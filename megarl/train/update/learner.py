@@ -39,16 +39,16 @@ NO_GROUP = GroupStats(0.0, 0.0, 1)
 
 
 class Learner:
-    """Makes batches of a job's steps and trains on them, on every rank alike.
+    """Makes batches of a job's steps and trains on them. Every rank makes the same calls.
 
     Args:
-        inference: Has the models, and what they compute before an update.
+        inference: The models, with the forward passes before an update.
     """
 
     def __init__(
         self, config: Config, algorithm: Algorithm, inference: Inference, updates: UpdateFilter, ranks: Ranks
     ) -> None:
-        self._config, self._algorithm, self._updates, self._ranks = config, algorithm, updates, ranks
+        self.config, self.algorithm, self._updates, self._ranks = config, algorithm, updates, ranks
         self.inference, self._models = inference, inference.models
 
     def batch_of(
@@ -58,32 +58,32 @@ class Learner:
         lags: Mapping[WeightsVersion, int] | None = None,
         images: StepImages | None = None,
     ) -> StepBatch:
-        """Make the batch of whole groups, with the statistics of their scores; this rank holds its share of the tokens.
+        """Make the batch of whole groups, with group statistics; this rank holds its share of the tokens.
 
-        Arguments and errors as of ``make_batch``.
+        Arguments and errors as in ``make_batch``.
         """
-        config, share = self._config, self.inference.share
-        settings = (self._algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, share)
+        config, share = self.config, self.inference.share
+        settings = (self.algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, share)
         replays = config.rollout.routing_replay
         return make_batch(with_group_stats(trajectories), demonstrations, *settings, replays_routing=replays)
 
     def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
-        """Estimate advantages and make the step's updates; return the state with what they changed, and metrics."""
+        """Estimate advantages and make the step's updates; return the new state, and metrics."""
         settings = self.settings(state)
         state, estimated = self.estimate(state, batch)
-        policy = partial(objectives.policy, self._algorithm, settings, batch.sequences)
+        policy = partial(objectives.policy, self.algorithm, settings, batch.sequences)
         first = policy(unchanged=True) if self.inference.first_update_infers else None
         state, updated = self.update(state, batch, policy(), settings, first)
         return state, estimated | updated
 
     def estimate(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
-        """Fill advantages (and returns) of every token; return the state with the KL coefficient of the next step, and
+        """Compute advantages (and returns) of every token; return the state with the next step's KL coefficient, and
         metrics."""
         sequences, config = batch.sequences, self.settings(state)
         metrics: dict[str, float] = {}
-        if "advantages" in self._algorithm.needs:
-            result = self._algorithm.step_advantages(
-                step_input(batch, self._algorithm, config, self._config.teachers), config
+        if "advantages" in self.algorithm.needs:
+            result = self.algorithm.step_advantages(
+                step_input(batch, self.algorithm, config, self.config.teachers), config
             )
             sequences.advantages, sequences.returns = result.advantages, result.returns
             if batch.turn_advantages is not None:
@@ -96,20 +96,20 @@ class Learner:
             metrics["actor/kl_coef"] = config.kl.coef
             kept = batch.kept(sequences.sampled)
             distance = kl.totals(sequences.old_logp, sequences.ref_logp, kept, config.kl.estimator)
-            # An actor that stays is no measure for the coefficient, and neither is a step without a token in the loss.
+            # A frozen actor does not measure the coefficient, nor does a step without tokens in the loss.
             if not self.critic_alone(state) and distance.number:
                 state = replace(state, kl_coef=kl.adapted(distance.mean, len(batch.outcomes), config.kl))
             metrics["actor/kl_measured"] = distance.mean
         return state, metrics
 
     def settings(self, state: TrainState) -> AlgorithmConfig:
-        """The algorithm's settings in the step that ``state`` is about to make, with its KL coefficient."""
-        config = self._config.algorithm
+        """Return the algorithm's settings for the next step of ``state``, with its KL coefficient."""
+        config = self.config.algorithm
         return replace(config, kl=replace(config.kl, coef=kl_coef(state, config.kl)))
 
     def critic_alone(self, state: TrainState) -> bool:
-        """True in the steps of ``critic.warmup_steps``, in which the actor stays as it is."""
-        return self._models.critic is not None and state.step < self._config.critic.warmup_steps
+        """True in the steps of ``critic.warmup_steps``, while the actor is frozen."""
+        return self._models.critic is not None and state.step < self.config.critic.warmup_steps
 
     def update(
         self,
@@ -119,16 +119,16 @@ class Learner:
         settings: AlgorithmConfig,
         first: Objective | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
-        """Make the step's optimizer updates, of the critic and of the actor by ``policy``.
+        """Make the step's optimizer updates: of the critic, and of the actor by ``policy``.
 
         Args:
-            settings: The algorithm's with the KL coefficient of the step.
-            first: Of the first update, which then fills ``old_logp`` of its tokens.
+            settings: The algorithm's settings with the step's KL coefficient.
+            first: Objective of the first update, which then fills ``old_logp`` of its tokens.
 
         Returns:
-            The state with the norms of the updates, and metrics over all ranks.
+            The state with the updates' gradient norms, and metrics over all ranks.
         """
-        config, number, sequences = self._config, state.step, batch.sequences
+        config, number, sequences = self.config, state.step, batch.sequences
         actor, critic, alone = self._models.actor, self._models.critic, self.critic_alone(state)
         actor_step = number if critic is None else number - config.critic.warmup_steps
         sums: list[Sums] = []
@@ -153,7 +153,7 @@ class Learner:
 
         self.inference.enter(Phase.UPDATE)
         self._updates.begin()
-        if self._algorithm.restarts_optimizer:
+        if self.algorithm.restarts_optimizer:
             actor.optimizer.restart(config.trainer.optimizer)
         for i, units in enumerate(batch.updates * config.trainer.ppo_epochs):
             if critic is not None:
@@ -173,14 +173,14 @@ class Learner:
 
 
 def kl_coef(state: TrainState, config: KLConfig) -> float:
-    """KL coefficient of the step that ``state`` is about to make: the setting, or its adapted value."""
+    """Return the KL coefficient of the next step of ``state``: the setting, or its adapted value."""
     return config.coef if config.target is None or state.kl_coef is None else state.kl_coef
 
 
 def step_input(
     batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, teachers: Mapping[str, TeacherConfig] = {}
 ) -> StepInput:
-    """Input of an algorithm's advantages; demonstrations have no reward. Every rank calls it."""
+    """Make the input of an algorithm's advantages; demonstrations have no reward. Every rank calls it."""
     sequences, rows = batch.sequences, batch.rows
     tokens = sequences.together(counts(sequences.mask, sequences.lengths))
     more = len(tokens) - len(rows)
@@ -194,7 +194,7 @@ def step_input(
         scores = [row.greedy.reward.score for row in rows if row.greedy is not None] + [0.0] * more
         greedy = torch.tensor(scores, dtype=torch.float64)
     if sequences.values is not None and isinstance(config, PPOConfig) and config.bootstrap_truncated:
-        # The value of the state after the last token stands at that token's own position.
+        # The value of the state after the last token is at that token's position.
         truncated = torch.tensor([reason == "length" for reason in batch.finish_reasons] + [False] * more)
         bootstrap = torch.where(sequences.held(truncated), sequences.values[sequences.cu_seqlens[1:] - 1], 0.0)
     return StepInput(

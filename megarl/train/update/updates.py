@@ -1,7 +1,7 @@
-"""Bad optimizer updates: a loss or gradient norm that is not finite, or a norm far above those before it.
+"""Bad optimizer updates: a loss or gradient norm that is not finite, or a norm far above earlier ones.
 
-An update is checked when its gradients are there and nothing has been changed by them. The decision is the same on
-every rank, made from what all of them know together, so it does not matter which rank of which grid saw the first NaN.
+An update is checked after its gradients are computed and before they are applied. All ranks decide from shared numbers,
+so the decision is the same whichever rank of whichever grid found the first NaN.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from megarl.train.rank.state import TrainState
 
 
 class RollBack(Exception):
-    """The run goes back to its newest checkpoint; raised on every rank. The text gives the reason."""
+    """Roll the run back to its newest checkpoint; raised on every rank. The text has the reason."""
 
 
 class UpdateFilter:
-    """Admits or refuses each update of a step, and counts bad steps."""
+    """Admits or rejects each update of a step, and counts bad steps."""
 
     def __init__(self, config: UpdateFilterConfig, reporter: Reporter) -> None:
         self._config = config
         self._reporter = reporter
         self._left_out = 0
         self._bad = False
-        """The current step has a bad update."""
+        """True if the current step has a bad update."""
         self._in_a_row = 0
-        """Bad steps. Those that are done again after a rollback end no row before the one that was bad."""
+        """Number of consecutive bad steps; steps repeated after a rollback reset it only after the bad step."""
         self._last_bad = (False, -1)
 
     def begin(self) -> None:
@@ -51,14 +51,14 @@ class UpdateFilter:
     def admits(
         self, state: TrainState, model: str, sums: Sums, norm: float, update: int = 0
     ) -> tuple[bool, TrainState]:
-        """Return False for an update that is to be left out, and the state with the norms to measure spikes by.
+        """Return False for an update to skip, and the state with the norms that define spikes.
 
         Every rank calls it.
 
         Args:
             model: ``actor`` or ``critic``.
-            sums: Of ``TrainedModel.backward``; has the loss on ranks that speak for a replica.
-            norm: The gradient's, before clipping.
+            sums: Sums of ``TrainedModel.backward``; they include the loss on ranks that report for a replica.
+            norm: Gradient norm before clipping.
             update: Number within the step, counted from 0.
 
         Raises:
@@ -68,7 +68,7 @@ class UpdateFilter:
         config = self._config
         losses = [total for name, (total, _) in sums.items() if name.endswith("/loss")]
         finite = math.isfinite(norm) and all(map(math.isfinite, losses))
-        # One number is 1 where some rank has something that is not finite, the other is the norm where all have one.
+        # First number: 1 if some rank has a non-finite value. Second: the largest finite norm.
         shared = torch.tensor([0.0 if finite else 1.0, norm if math.isfinite(norm) else 0.0], dtype=torch.float64)
         dist.all_reduce(shared, dist.ReduceOp.MAX)
         before = state.grad_norms.get(model, [])
@@ -83,7 +83,7 @@ class UpdateFilter:
             )
             action, setting = config.on_spike, "on_spike"
         else:
-            # An update without gradient is no measure: all answers of its groups have the same reward.
+            # An update with zero gradient is no measure: all its groups have zero variance.
             if config.spike_factor is not None and shared[1] > 0:
                 norms = [*before, float(shared[1])][-config.spike_window :]
                 state = replace(state, grad_norms={**state.grad_norms, model: norms})
@@ -99,7 +99,7 @@ class UpdateFilter:
         return False, state
 
     def _refuse(self, state: TrainState, what: str, action: str, setting: str) -> None:
-        """Count a bad step. Raises NonRetryableError where the job is to end."""
+        """Count a bad step. Raises NonRetryableError if the job must end."""
         if action == "stop":
             raise NonRetryableError(
                 f"{what} (trainer.update_filter.{setting}=stop); look at the data and the learning rate of that step, "
@@ -136,7 +136,7 @@ def _not_finite(losses: Sequence[float], norm: float) -> str:
 
 
 def _usual(norms: Sequence[float], factor: float | None, window: int) -> tuple[float, float] | None:
-    """(median, norm above which it is a spike), once the window is full."""
+    """Return (median, norm limit for a spike) once the window is full, else None."""
     if factor is None or len(norms) < window:
         return None
     median = statistics.median(norms[-window:])

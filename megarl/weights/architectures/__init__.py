@@ -1,4 +1,4 @@
-"""One table per model family: the single source of every name and shape that weights have anywhere in megarl."""
+"""One table per model family: the only source of names and shapes of weights in megarl."""
 
 from __future__ import annotations
 
@@ -72,14 +72,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5_moe": ERNIE4_5_MOE,
     "gpt_oss": GPT_OSS,
 }
-"""``model_type`` of config.json -> its table."""
+"""``model_type`` in config.json -> table."""
 
 
 def architecture(hf_config: HFConfig, head: Head = "lm") -> Architecture:
-    """The table for a parsed config.json, checked against it; with ``head="score"`` that of a critic or reward model.
+    """Return the table for a parsed config.json, checked against it; ``head="score"``: of a critic or reward model.
 
-    Raises ArchitectureError for a family without a table (or without such a class) and for a setting that the table
-    does not cover.
+    Raises ArchitectureError for a family without a table (or without a score class), or an unsupported setting.
     """
     model_type = hf_config.get("model_type")
     found = ARCHITECTURES.get(str(model_type))

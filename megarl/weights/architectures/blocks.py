@@ -1,7 +1,6 @@
-"""Rows that many families share. A family's table joins them; only what is its own stands in its file.
+"""Rows shared by many families. A family's file combines them and adds only the rows that differ.
 
-Names of Megatron-Core 0.16.1 (local spec, and TransformerEngine's where it fuses a norm into the linear after it) and
-vLLM 0.32.0.
+Names of Megatron-Core 0.16.1 (local spec; TransformerEngine's if it fuses a norm into the next linear) and vLLM 0.32.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ OUTPUT = (
 
 
 def same(megatron: str, part: Logical, stage: Stage) -> Param:
-    """The row of one logical tensor that Megatron has as it is."""
+    """Row of one logical tensor that Megatron stores unchanged."""
     return Param(megatron, Op.SAME, (part,), stage)
 
 
 def linear(name: str, axes: str) -> tuple[Logical, Logical]:
-    """Weight and bias of a linear layer that is whole everywhere; ``axes`` of the weight."""
+    """Weight and bias of a linear layer that is not sharded; ``axes`` of the weight."""
     return Logical(f"{name}.weight", axes), Logical(f"{name}.bias", axes.split()[0])
 
 
@@ -51,7 +50,7 @@ UNNORMED_ATTENTION = (
     Param("self_attention.linear_qkv.weight", Op.QKV, _QKV),
     Param("self_attention.linear_proj.weight", Op.SAME, (_O_PROJ,)),
 )
-"""Attention without a norm before it."""
+"""Attention without a preceding norm."""
 ATTENTION = (
     Param("input_layernorm.weight", Op.SAME, (_INPUT_NORM,), te="self_attention.linear_qkv.layer_norm_weight"),
     *UNNORMED_ATTENTION,
@@ -64,7 +63,7 @@ OPTIONAL_QK_NORM = (
     Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "normed_head"),)),
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "normed_head"),)),
 )
-"""Norms of models whose config.json has ``use_qk_norm``."""
+"""Norms of models with ``use_qk_norm`` in config.json."""
 QK_NORM_AFTER_ROPE = tuple(
     Param(f"self_attention.core_attention.{short}_layernorm.weight", Op.SAME, (Logical(f"self_attn.{name}", "head"),))
     for short, name in (("q", "query_layernorm.weight"), ("k", "key_layernorm.weight"))
@@ -73,9 +72,9 @@ WHOLE_QK_NORM = (
     Param("self_attention.q_layernorm.weight", Op.SAME, (Logical("self_attn.q_norm.weight", "q"),)),
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "kv"),)),
 )
-"""Norms over all heads together; each rank has the whole weight."""
+"""Norms over all heads together; each rank has the full weight."""
 CUT_QK_NORM = tuple(Fused(norm.name, Op.SAME, (norm,), Shard.COLUMN) for row in WHOLE_QK_NORM for norm in row.hf)
-"""The same where vLLM's workers have the part of their heads."""
+"""The same norms, if each vLLM worker has only the part of its heads."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
 _OPTIONAL_QKV_BIAS = (
     Logical("self_attn.q_proj.bias", "biased_q", COLUMN),
@@ -83,13 +82,13 @@ _OPTIONAL_QKV_BIAS = (
     Logical("self_attn.v_proj.bias", "biased_kv", COLUMN),
 )
 OPTIONAL_QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _OPTIONAL_QKV_BIAS),)
-"""Biases of models whose config.json has ``attention_bias``."""
+"""Biases of models with ``attention_bias`` in config.json."""
 SINKS = (
     Param("self_attention.core_attention.softmax_offset", Op.SAME, (Logical("self_attn.sinks", "heads", COLUMN),)),
 )
-"""Scores that take a share of each head's softmax and have no value."""
+"""Attention sinks: scores that enter each head's softmax but have no value."""
 JOINED_QKV = JoinedTensor("self_attn.qkv_proj.weight", tuple(part.name for part in _QKV))
-"""Files that have queries, keys and values in one tensor."""
+"""Queries, keys and values in one tensor of the files."""
 VLLM_ATTENTION = (Fused("self_attn.qkv_proj.weight", Op.QKV, _QKV),)
 VLLM_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _QKV_BIAS),)
 VLLM_OPTIONAL_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _OPTIONAL_QKV_BIAS),)
@@ -102,7 +101,7 @@ _KV_A = Logical("self_attn.kv_a_proj_with_mqa.weight", "latent_kv hidden")
 LATENT_ATTENTION = (
     Param("input_layernorm.weight", Op.SAME, (_INPUT_NORM,)),
     Param(
-        "self_attention.linear_q_proj.weight",  # only without a query latent; the next three only with one
+        "self_attention.linear_q_proj.weight",  # only without a query latent; the next three rows only with one
         Op.SAME,
         (Logical("self_attn.q_proj.weight", "direct_q hidden", COLUMN),),
     ),
@@ -140,11 +139,11 @@ VLLM_LATENT_ATTENTION = (Fused("self_attn.fused_qkv_a_proj.weight", Op.CONCAT, (
 
 _MLP_NORM = Logical("post_attention_layernorm.weight", "hidden")
 Gated = tuple[Logical, Logical, Logical]
-"""Gate, up and down."""
+"""Gate, up and down projections."""
 
 
 def gated(hf: str, extent: str, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")) -> Gated:
-    """The tensors of a gated MLP under the prefix ``hf``, ``extent`` wide."""
+    """Tensors of a gated MLP of width ``extent``, under the prefix ``hf``."""
     gate, up, down = names
     return (
         Logical(f"{hf}.{gate}.weight", f"{extent} hidden", COLUMN),
@@ -154,7 +153,7 @@ def gated(hf: str, extent: str, names: tuple[str, str, str] = ("gate_proj", "up_
 
 
 def gated_rows(mlp: Gated, stage: Stage, megatron: str, te: str | None = None) -> tuple[Param, Param]:
-    """Its rows under the prefix ``megatron``; ``te`` has ``{fc}`` for ``linear_fc1`` and ``linear_fc2``."""
+    """Rows of ``mlp`` under the prefix ``megatron``; ``{fc}`` in ``te`` becomes ``linear_fc1`` and ``linear_fc2``."""
     gate, up, down = mlp
     return (
         Param(f"{megatron}.linear_fc1.weight", Op.CONCAT, (gate, up), stage, te and te.replace("{fc}", "linear_fc1")),
@@ -163,36 +162,35 @@ def gated_rows(mlp: Gated, stage: Stage, megatron: str, te: str | None = None) -
 
 
 def vllm_gated(mlp: Gated, joint: str, down: str | None = None) -> tuple[Fused, ...]:
-    """vLLM's names of gate and up together, and of down where it is not HF's."""
+    """vLLM's rows: ``joint`` for gate and up, and ``down`` if it differs from the HF name."""
     fused = (Fused(joint, Op.CONCAT, mlp[:2]),)
     return fused if down is None else (*fused, Fused(down, Op.SAME, mlp[2:]))
 
 
 def mlp_norm(stage: Stage) -> tuple[Param, ...]:
-    """The norm before the MLP: TransformerEngine fuses it into a dense MLP's first linear, and leaves it before a
-    router."""
+    """Norm before the MLP. TransformerEngine fuses it into a dense MLP's first linear, but not into a router."""
     te = None if stage is Stage.MOE else "mlp.linear_fc1.layer_norm_weight"
     return (Param("pre_mlp_layernorm.weight", Op.SAME, (_MLP_NORM,), stage, te),)
 
 
 _MLP = gated("mlp", "ffn")
 UNNORMED_MLP = gated_rows(_MLP, Stage.LAYER, "mlp")
-"""MLP of every layer, without a norm before it."""
+"""MLP of every layer, without a preceding norm."""
 MLP = (*mlp_norm(Stage.LAYER), *UNNORMED_MLP)
-"""MLP of every layer."""
+"""MLP of every layer, with its norm."""
 DENSE_MLP = (*mlp_norm(Stage.DENSE), *gated_rows(_MLP, Stage.DENSE, "mlp"))
 """MLP of the layers without experts."""
 JOINED_MLP = JoinedTensor("mlp.gate_up_proj.weight", tuple(part.name for part in _MLP[:2]))
-"""Files that have gate and up in one tensor."""
+"""Gate and up in one tensor of the files."""
 VLLM_MLP = vllm_gated(_MLP, "mlp.gate_up_proj.weight")
 MLP_NORM_OF_GEMMA = (
     Param("pre_mlp_layernorm.weight", Op.SAME, (Logical("pre_feedforward_layernorm.weight", "hidden"),)),
 )
-"""The norm before the MLP, where ``post_attention_layernorm`` is one after attention."""
+"""Norm before the MLP in families with ``post_attention_layernorm`` after attention."""
 
 
 def norms_after(attention: str, mlp: str) -> tuple[Param, Param]:
-    """The norms of the outputs of attention and MLP; their HF names within the layer."""
+    """Norms of the outputs of attention and MLP; arguments are HF names within the layer."""
     return (
         Param("self_attn_bda.norm.weight", Op.SAME, (Logical(attention, "hidden"),)),
         Param("mlp_bda.norm.weight", Op.SAME, (Logical(mlp, "hidden"),)),
@@ -205,7 +203,7 @@ NORMS_AFTER = norms_after("post_attention_layernorm.weight", "post_feedforward_l
 
 
 def expert_rows(experts: Gated, router: Logical) -> tuple[Param, ...]:
-    """A layer with experts: its norm, router and experts."""
+    """Rows of an MoE layer: norm, router and experts."""
     return (
         *mlp_norm(Stage.MOE),
         Param("mlp.router.weight", Op.SAME, (router,), Stage.MOE),
@@ -214,7 +212,7 @@ def expert_rows(experts: Gated, router: Logical) -> tuple[Param, ...]:
 
 
 def vllm_experts(experts: Gated, module: str) -> tuple[Fused, ...]:
-    """The stacks of vLLM's fused experts in ``module``."""
+    """vLLM's stacked expert weights in ``module``."""
     stacks = f"{module}.experts.routed_experts"
     return vllm_gated(experts, f"{stacks}.w13_weight", f"{stacks}.w2_weight")
 
@@ -228,12 +226,12 @@ _ROUTER_BIAS = Logical("mlp.gate.e_score_correction_bias", "experts", dtype="flo
 
 
 def router_bias(bias: Logical = _ROUTER_BIAS) -> tuple[Param]:
-    """The row of a router's bias; in float32 unless the family's own differs."""
+    """Row of a router's bias; float32 unless ``bias`` differs."""
     return (Param("mlp.router.expert_bias", Op.SAME, (bias,), Stage.MOE),)
 
 
 ROUTER_BIAS = router_bias()
-"""Bias that chooses experts and weighs none."""
+"""Bias that affects the choice of experts but not their weights."""
 _SHARED = gated("mlp.shared_experts", "shared_ffn")
 SHARED_EXPERTS = gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts")
 VLLM_SHARED_EXPERTS = vllm_gated(_SHARED, "mlp.shared_experts.gate_up_proj.weight")
@@ -241,7 +239,7 @@ _IN_RUNNER = "mlp.experts._shared_experts._layer.shared_experts"
 
 
 def vllm_shared_experts_of_transformers(bias: Logical = _ROUTER_BIAS) -> tuple[Fused, ...]:
-    """Shared experts and router of a model that vLLM runs through transformers' modules."""
+    """Shared experts and router of a model that vLLM runs with transformers' modules."""
     return (
         *vllm_gated(_SHARED, f"{_IN_RUNNER}.gate_up_proj.weight", f"{_IN_RUNNER}.down_proj.weight"),
         Fused("mlp.experts.gate.weight", Op.SAME, (_ROUTER,)),

@@ -1,4 +1,4 @@
-"""A config.json with the keys that it leaves out, as transformers' own class of the family reads it."""
+"""Completion of a config.json with the defaults of transformers' class of its family."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from megarl.weights.architectures.table import HFConfig, check_counts
 log = logging.getLogger(__name__)
 
 _OLDER = ("rope_scaling", "rope_theta")
-"""Keys that the class joins into ``rope_parameters``."""
+"""Keys that the class merges into ``rope_parameters``."""
 
 
 def complete(hf_config: HFConfig) -> dict[str, Any]:
-    """Return the configuration with every key that the family's class has; keys that it does not know stay as they are.
+    """Return the configuration with every key of the family's class; keys unknown to the class stay unchanged.
 
-    Of a vision-language model the keys of ``text_config`` stand beside the others, as those of a text model do.
+    In a vision-language model the keys of ``text_config`` move to the top level, as in a text model.
 
-    What is common to all classes (labels, dtype) is not filled in. A family without a table is returned as it is, and
-    so is, with a warning, a configuration that the class refuses but the table covers; else ArchitectureError is
-    raised. transformers is imported here, because that takes a second.
+    Keys common to all classes (labels, dtype) are not filled in. A configuration of a family without a table is
+    returned unchanged. If the class refuses a configuration that the table covers, it is returned unchanged with a
+    warning. Raises ArchitectureError if the table does not cover it. transformers is imported here: it takes a second.
     """
     model_type = str(hf_config.get("model_type"))
     if model_type not in ARCHITECTURES:
@@ -63,8 +63,7 @@ def complete(hf_config: HFConfig) -> dict[str, Any]:
 
 @contextmanager
 def _without_docstrings() -> Iterator[None]:
-    """Import classes of transformers without the docstrings that it writes for them: for one name in them it imports
-    all of its modelling, 1.5 s."""
+    """Skip transformers' docstring generation when importing classes: it would import all modelling code (1.5 s)."""
     module = import_module("transformers.utils.auto_docstring")
     written = module.auto_class_docstring
     module.auto_class_docstring = lambda cls, **_: cls  # type: ignore[attr-defined]

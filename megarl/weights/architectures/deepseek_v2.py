@@ -1,7 +1,7 @@
-"""DeepSeek-V2-Lite and Coder-V2-Lite: DeepSeek-V3's attention; experts by a softmax, with shared ones.
+"""DeepSeek-V2-Lite and Coder-V2-Lite: DeepSeek-V3's attention; softmax routing, shared experts.
 
-Source: ``transformers/models/deepseek_v2/modeling_deepseek_v2.py``. The large V2 chooses groups of experts by their
-best one, which Megatron-Core cannot.
+Source: ``transformers/models/deepseek_v2/modeling_deepseek_v2.py``. The large V2 chooses groups by their best expert,
+which Megatron-Core does not support.
 """
 
 from __future__ import annotations

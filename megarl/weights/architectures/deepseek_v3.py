@@ -1,9 +1,8 @@
-"""DeepSeek-V3 and R1: multi-head latent attention, dense first layers, then experts with a shared one and a router
-bias.
+"""DeepSeek-V3 and R1: multi-head latent attention, dense first layers, then routed and shared experts, router bias.
 
 Source: ``transformers/models/deepseek_v3/modeling_deepseek_v3.py``; multi-token prediction: the published checkpoint's
 ``model.layers.61`` and Megatron-Core's ``transformer/multi_token_prediction.py``. Its copies of embedding and output
-weights are the model's own and are not kept twice.
+weights equal the model's and are dropped.
 """
 
 from __future__ import annotations

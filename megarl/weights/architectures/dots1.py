@@ -1,4 +1,4 @@
-"""dots.llm1: Qwen3's attention, then experts as DeepSeek-V3 has them.
+"""dots.llm1: Qwen3's attention, then DeepSeek-V3's experts.
 
 Source: ``transformers/models/dots1/modeling_dots1.py``; vLLM 0.32 runs it through transformers.
 """
@@ -22,7 +22,7 @@ from megarl.weights.architectures.blocks import (
 from megarl.weights.architectures.table import Architecture, LayerRules, Logical, RouterRules
 
 _ROUTER_BIAS = Logical("mlp.gate.e_score_correction_bias", "experts")
-"""In the model's dtype, as transformers' module has it, which vLLM runs."""
+"""Router bias in the model's dtype, as in transformers' module, which vLLM runs."""
 
 DOTS1 = Architecture(
     name="dots1",

@@ -1,7 +1,6 @@
 """ERNIE 4.5, dense: Llama's layers with a rotary embedding of neighbouring pairs.
 
-Source: ``transformers/models/ernie4_5/modeling_ernie4_5.py``. ``docs/adding_a_model.md`` describes how this file came
-    about.
+Source: ``transformers/models/ernie4_5/modeling_ernie4_5.py``. ``docs/adding_a_model.md`` shows how it was made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 with experts: the dense model's attention; routers with a bias that chooses experts and weighs none.
+"""ERNIE 4.5 MoE: the dense model's attention; a router bias that only affects the choice of experts.
 
 Source: ``transformers/models/ernie4_5_moe/modeling_ernie4_5_moe.py``.
 """

@@ -1,4 +1,4 @@
-"""EXAONE 4: OLMo 2's layers with Qwen3's norms of queries and keys; layers without a window do not rotate.
+"""EXAONE 4: OLMo 2's layers with Qwen3's norms of queries and keys; layers without a window have no rope.
 
 Source: ``transformers/models/exaone4/modeling_exaone4.py``.
 """

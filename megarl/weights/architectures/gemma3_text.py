@@ -1,4 +1,4 @@
-"""Gemma 3, text: norms by 1 + weight before and after attention and MLP, and on each query and key head.
+"""Gemma 3, text: (1 + weight) norms before and after attention and MLP, and on each query and key head.
 
 Source: ``transformers/models/gemma3/modeling_gemma3.py``.
 """

@@ -1,6 +1,6 @@
-"""GLM-4.5, 4.6 and 4.7 (Air too): grouped queries that rotate half of a head, then experts as DeepSeek-V3 has them.
+"""GLM-4.5, 4.6 and 4.7 (Air too): grouped queries with rope on half of a head, then DeepSeek-V3's experts.
 
-Source: ``transformers/models/glm4_moe/modeling_glm4_moe.py``; multi-token prediction as DeepSeek-V3's.
+Source: ``transformers/models/glm4_moe/modeling_glm4_moe.py``; multi-token prediction as in DeepSeek-V3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's attention, experts and router; which layers have experts, a list says.
+"""GLM-4.7-Flash: DeepSeek-V3's attention, experts and router; config.json lists the MoE layers.
 
 Source: ``transformers/models/glm4_moe_lite/modeling_glm4_moe_lite.py``.
 """

@@ -1,6 +1,6 @@
-"""gpt-oss: windows and sinks of attention, biases everywhere, experts in stacked tensors with gate and up in turn.
+"""gpt-oss: attention windows and sinks, biases everywhere, stacked experts with interleaved gate and up.
 
-Source: ``transformers/models/gpt_oss/modeling_gpt_oss.py``; names of ``vllm/model_executor/models/gpt_oss.py``.
+Source: ``transformers/models/gpt_oss/modeling_gpt_oss.py``; names from ``vllm/model_executor/models/gpt_oss.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Hunyuan, dense: Llama's layers with norms on each query and key head after they have rotated.
+"""Hunyuan, dense: Llama's layers with norms on each query and key head after rope.
 
 Source: ``transformers/models/hunyuan_v1_dense/modeling_hunyuan_v1_dense.py``; vLLM 0.32 runs it through transformers.
 """

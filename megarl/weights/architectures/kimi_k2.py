@@ -1,4 +1,4 @@
-"""Kimi K2: DeepSeek-V3 under another name, which transformers does not know."""
+"""Kimi K2: DeepSeek-V3 under another ``model_type``, unknown to transformers."""
 
 from __future__ import annotations
 

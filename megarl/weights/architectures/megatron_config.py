@@ -1,7 +1,7 @@
-"""Arguments for Megatron-Core with which it computes the same function as ``transformers`` does from a config.json.
+"""Megatron-Core arguments that compute the same function as ``transformers`` for a config.json.
 
-Plain values only: nothing here imports Megatron. A setting that Megatron cannot express is refused, never dropped. No
-default of a family stands here: ``complete.complete`` takes what a config.json leaves out from transformers.
+Plain values only; imports no Megatron. A setting that Megatron cannot express is refused, never dropped. Family
+defaults are not here: ``complete.complete`` takes keys missing in config.json from transformers.
 
 Sources: transformers 5.19 ``modeling_rope_utils.py`` and ``models/*/modeling_*.py``; Megatron-Core 0.16.1
 ``transformer/transformer_config.py``, ``transformer/moe/moe_utils.py`` (``topk_routing_with_score_function``),
@@ -34,7 +34,7 @@ _SINKS = "self_attention.core_attention.softmax_offset"
 
 
 def check(arch: Architecture, hf_config: HFConfig) -> None:
-    """Raise ArchitectureError when the configuration asks for something that the table or Megatron does not cover."""
+    """Raise ArchitectureError if the configuration has a setting that the table or Megatron does not support."""
     arch.check_fixed(hf_config)
     transformer_kwargs(arch, hf_config)
     gpt_kwargs(arch, hf_config)
@@ -43,10 +43,9 @@ def check(arch: Architecture, hf_config: HFConfig) -> None:
 
 
 def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
-    """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig where ``mla`` (taken out first) is
-    True.
+    """Keyword arguments of Megatron's TransformerConfig, or MLATransformerConfig if ``mla`` is True (pop it first).
 
-    ``activation`` is the name of the activation. Raises ArchitectureError for a setting that Megatron cannot express.
+    ``activation`` is the activation's name. Raises ArchitectureError for a setting that Megatron cannot express.
     """
     sizes = arch.sizes(hf_config)
     megatron_names = {param.megatron for param in arch.params if 0 not in param.hf[0].shape(sizes)}
@@ -87,9 +86,9 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
 
 
 def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
-    """Keyword arguments of GPTModel. ``vocab_size`` is the real one: ``reshard.layouts.padded_vocab_size`` pads it.
+    """Keyword arguments of GPTModel. ``vocab_size`` is unpadded; ``reshard.layouts.padded_vocab_size`` pads it.
 
-    ``rope.ropes`` gives the frequencies of each layer's rotary embedding.
+    ``rope.ropes`` returns the frequencies of each layer's rotary embedding.
     """
     sizes = arch.sizes(hf_config)
     values: dict[str, Any] = {
@@ -97,7 +96,7 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
         "max_sequence_length": max_positions(arch.name, hf_config),
         "share_embeddings_and_output_weights": sizes.tied,
     }
-    if sizes.kv_lora:  # its rope is part of transformer_kwargs
+    if sizes.kv_lora:  # MLA's rope is in transformer_kwargs
         return values
     rope = settings_of(arch, hf_config)
     values["rotary_base"] = rope["rope_theta"]
@@ -107,17 +106,17 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
 
 
 class Multipliers(NamedTuple):
-    """Numbers that parts of a model are multiplied by; the logits are divided by theirs."""
+    """Factors of parts of a model; the logits are divided by ``logits``."""
 
     embedding: float = 1.0
     residual: float = 1.0
     logits: float = 1.0
     embedding_root: float = 1.0
-    """Another one of the embeddings, which is rounded to their dtype."""
+    """A second factor of the embeddings, rounded to their dtype."""
 
 
 def multipliers(arch: Architecture, hf_config: HFConfig) -> Multipliers:
-    """Numbers that parts of a model are multiplied by. Raises ArchitectureError for one that is no positive number."""
+    """Return the model's multipliers. Raises ArchitectureError unless each is a positive number."""
     keys = {name: getattr(arch.multipliers, name) for name in Multipliers._fields}
     found = {name: _number(arch.name, hf_config, key) for name, key in keys.items() if key}
     if "embedding_root" in found:
@@ -130,7 +129,7 @@ def _number(name: str, hf_config: HFConfig, key: str) -> float:
 
 
 def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
-    """Sections of a head that rotate by a token's time, row and column (M-RoPE, arXiv:2409.12191)."""
+    """Arguments for M-RoPE (arXiv:2409.12191): sections of a head that rotate by a token's time, row and column."""
     sections = rope_settings(name, hf_config).get("mrope_section")
     if not isinstance(sections, (list, tuple)) or not _halve(sections, sizes.head):
         raise ArchitectureError(
@@ -154,12 +153,12 @@ def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]
 
 
 def _halve(sections: Sequence[Any], head: int) -> bool:
-    """Return True for three numbers whose sum is half of ``head``."""
+    """True for three numbers that sum to half of ``head``."""
     return len(sections) == 3 and all(isinstance(n, int) and n >= 0 for n in sections) and 2 * sum(sections) == head
 
 
 def _windows(arch: Architecture, hf_config: HFConfig, num_layers: int) -> dict[str, Any]:
-    """Megatron counts the tokens before one in its window; transformers and vLLM count itself besides."""
+    """Arguments for sliding windows. Megatron's window excludes the current token; transformers and vLLM count it."""
     windowed = [kind == "sliding_attention" for kind in layer_kinds(arch, hf_config, num_layers)]
     if arch.layers.every_second and windowed != [layer % 2 == 0 for layer in range(num_layers)]:
         raise ArchitectureError(
@@ -173,7 +172,7 @@ def _windows(arch: Architecture, hf_config: HFConfig, num_layers: int) -> dict[s
 
 
 def _refuse_other_masks(arch: Architecture, hf_config: HFConfig) -> None:
-    """Refuse attention that is not causal."""
+    """Raise ArchitectureError for attention that is not causal."""
     if not hf_config.get("is_causal", True):
         raise ArchitectureError(
             f"{arch.name} with is_causal={hf_config['is_causal']!r} is not supported: tokens see those before them "
@@ -190,7 +189,7 @@ def _latent_attention(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig
         )
     return {
         "num_query_groups": sizes.heads,
-        # The width of one head in the attention's output; Megatron's own DotProductAttention reads it from here.
+        # Width of one head in the attention's output, as Megatron's DotProductAttention expects it here.
         "kv_channels": sizes.v_head,
         "qk_layernorm": True,
         "q_lora_rank": sizes.q_lora or None,
@@ -203,8 +202,8 @@ def _latent_attention(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig
 
 
 def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
-    """Megatron scales the softmax by (0.1 * mscale_all_dim * ln(factor) + 1)**2 even without yarn: factor 1 turns that
-    off."""
+    """Arguments for MLA's rope. Megatron scales the softmax by (0.1 * mscale_all_dim * ln(factor) + 1)**2 even without
+    yarn; factor 1 disables that."""
     rope = rope_settings(name, hf_config)
     kind, base = rope["rope_type"], {"rotary_base": rope["rope_theta"]}
     if kind == "default":
@@ -234,7 +233,7 @@ def _latent_rope(name: str, hf_config: HFConfig) -> dict[str, Any]:
         "original_max_position_embeddings": integer(name, original, rope[original]),
         "beta_fast": fast or 32.0,
         "beta_slow": slow or 1.0,
-        # transformers looks at mscale only where both are given
+        # transformers uses mscale only if both are set
         "mscale": mscale if mscale and all_dim else 1.0,
         "mscale_all_dim": all_dim or 0.0,
     }
@@ -247,10 +246,10 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
         "num_moe_experts": sizes.experts,
         "moe_ffn_hidden_size": sizes.expert_ffn,
         "moe_router_topk": sizes.topk,
-        # A list makes dist_checkpointing keep layers apart, so it is given only where layers differ.
+        # A list makes dist_checkpointing store layers separately, so it is used only if layers differ.
         "moe_layer_freq": 1 if all(pattern) else pattern,
         "moe_shared_expert_intermediate_size": sizes.shared_ffn or None,
-        # Those of ``model.router`` (learn/models/experts/balanced_router.py) do not change with how an update is cut.
+        # ``model.router`` (learn/models/experts/balanced_router.py) replaces these: independent of micro-batches.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }
@@ -262,7 +261,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
             f"{name} with num_experts_per_tok=1 and normalised probabilities is not supported: every weight is 1 and "
             "the router gets no gradient; use a checkpoint with num_experts_per_tok above 1"
         )
-    # A softmax over all experts, divided by the sum of the chosen ones, is the softmax over the chosen ones.
+    # A softmax over all experts, normalised over the chosen ones, equals the softmax over the chosen ones.
     values |= {"moe_router_score_function": "softmax", "moe_router_pre_softmax": not normed}
     if has_router_bias(arch):
         values["moe_router_dtype"] = "fp32"
@@ -275,7 +274,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
 
 
 def has_router_bias(arch: Architecture) -> bool:
-    """Return True if a bias chooses experts and weighs none."""
+    """True if a router bias affects the choice of experts but not their weights."""
     return any(param.megatron == "mlp.router.expert_bias" for param in arch.params)
 
 
@@ -309,7 +308,7 @@ def _sigmoid_router(
         "moe_router_score_function": "sigmoid",
         "moe_router_pre_softmax": False,
         "moe_router_enable_expert_bias": True,
-        # ``model.router.bias_update_rate`` moves it after the optimizer's step, and not where the guard skips that.
+        # ``model.router.bias_update_rate`` updates the bias after the optimizer step, unless the guard skips that step.
         "moe_router_bias_update_rate": 0.0,
         "moe_router_num_groups": groups if limited else None,
         "moe_router_group_topk": chosen if limited else None,

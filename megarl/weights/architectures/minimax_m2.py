@@ -1,6 +1,6 @@
-"""MiniMax-M2: norms over all heads, heads that rotate in part, and experts that sigmoid scores and a bias choose.
+"""MiniMax-M2: norms over all heads, partial rotary heads, and experts chosen by sigmoid scores and a bias.
 
-Source: ``transformers/models/minimax_m2/modeling_minimax_m2.py``; the files have Mixtral's names.
+Source: ``transformers/models/minimax_m2/modeling_minimax_m2.py``; files use Mixtral's names.
 """
 
 from __future__ import annotations

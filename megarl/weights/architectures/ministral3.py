@@ -1,4 +1,4 @@
-"""Ministral 3, text: Mistral's layers with YaRN, and queries that grow with their position.
+"""Ministral 3, text: Mistral's layers with YaRN, and queries scaled up with their position.
 
 Source: ``transformers/models/ministral3/modeling_ministral3.py``.
 """

@@ -1,4 +1,4 @@
-"""Mixtral: Mistral's attention; experts in every layer, under names of their own.
+"""Mixtral: Mistral's attention; experts in every layer, under different names.
 
 Source: ``transformers/models/mixtral/modeling_mixtral.py`` and the published checkpoints' names.
 """

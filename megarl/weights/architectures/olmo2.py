@@ -1,4 +1,4 @@
-"""OLMo 2: norms after attention and MLP and none before, queries and keys normed over all heads together.
+"""OLMo 2: norms only after attention and MLP, and norms of queries and keys over all heads together.
 
 Source: ``transformers/models/olmo2/modeling_olmo2.py``; vLLM 0.32 runs it through transformers.
 """

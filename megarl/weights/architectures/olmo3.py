@@ -1,4 +1,4 @@
-"""OLMo 3: OLMo 2's layers, most of them with a window, and YaRN in the others alone.
+"""OLMo 3: OLMo 2's layers, most with a window; YaRN only in layers without one.
 
 Source: ``transformers/models/olmo3/modeling_olmo3.py``; vLLM 0.32 runs it through transformers.
 """

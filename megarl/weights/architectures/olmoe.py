@@ -1,7 +1,7 @@
-"""OLMoE: Llama's layers with OLMo 2's norms of queries and keys, and experts that a softmax chooses.
+"""OLMoE: Llama's layers with OLMo 2's norms of queries and keys, and softmax routing of experts.
 
-Source: ``transformers/models/olmoe/modeling_olmoe.py``. vLLM's ``olmoe.py`` has its epsilon of norms, no sum of the
-chosen probabilities and no tied output weight, whatever config.json says: other values are refused.
+Source: ``transformers/models/olmoe/modeling_olmoe.py``. vLLM's ``olmoe.py`` fixes the norms' epsilon, does not
+normalise the chosen probabilities and ties no weights. Other values in config.json are refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: Llama's layers, with joined tensors in the files.
+"""Phi-3 and Phi-4: Llama's layers, with fused tensors in the files.
 
 Source: ``transformers/models/phi3/modeling_phi3.py``.
 """

@@ -1,6 +1,6 @@
-"""Qwen2.5-VL, images only: Qwen2.5's layers, and a vision tower whose patches become vectors among the tokens.
+"""Qwen2.5-VL, images only: Qwen2.5's layers, and a vision tower that turns image patches into embeddings.
 
-The tower is whole on every rank that has it: in Megatron on those of the first stage, in vLLM on all workers
+The tower is not sharded. In Megatron the first stage's ranks have it, in vLLM all workers
 (``mm_encoder_tp_mode=data``).
 
 Source: ``transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py``; vLLM 0.32 ``model_executor/models/qwen2_5_vl.py``.
@@ -34,7 +34,7 @@ _TOWER = (
 QWEN2_5_VL = Architecture(
     name="qwen2_5_vl",
     models="Qwen2.5-VL",
-    # The tower is transformers' own module: its names are those of the files.
+    # The tower is transformers' module, so its names equal those in the files.
     params=(*(Param(part.name, Op.SAME, (part,), Stage.VISION) for part in _TOWER), *QWEN2.params),
     vllm=(
         *QWEN2.vllm,
@@ -44,6 +44,6 @@ QWEN2_5_VL = Architecture(
     vllm_text="language_model.",
     fixed={**QWEN2.fixed, "use_sliding_window": False},
     layers=LayerRules(window_switch=True),
-    # transformers has no ...ForSequenceClassification of it; one made of its generic class saves these names.
+    # transformers has no ...ForSequenceClassification for it; one built from its generic class saves these names.
     base_names=(("model.visual.", "visual."), ("model.language_model.", "model.")),
 )

@@ -1,4 +1,4 @@
-"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; experts beside a shared one, which a gate of its own weighs.
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; experts plus a gated shared expert.
 
 Source: ``transformers/models/qwen2_moe/modeling_qwen2_moe.py``.
 """

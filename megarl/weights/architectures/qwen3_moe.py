@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3's attention; experts without a shared one, in all layers or some.
+"""Qwen3-MoE: Qwen3's attention; experts in all layers or some, no shared expert.
 
 Source: ``transformers/models/qwen3_moe/modeling_qwen3_moe.py``.
 """

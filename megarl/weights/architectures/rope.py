@@ -1,6 +1,6 @@
-"""Rotary embedding of each layer, as transformers reads it from a config.json.
+"""Rotary embedding of each layer, read from a config.json as transformers does.
 
-Source: transformers 5.19 ``modeling_rope_utils.py``. Plain values: ``learn/models/rotary.py`` makes frequencies of it.
+Source: transformers 5.19 ``modeling_rope_utils.py``. Plain values; ``learn/models/rotary.py`` computes frequencies.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ KINDS = ("default", "linear", "llama3", "yarn")
 
 
 class Rope(NamedTuple):
-    """Frequencies of a layer's rotary embedding. Defaults where a kind has no such number."""
+    """Parameters of a layer's rotary embedding. Defaults stand for numbers that a kind does not have."""
 
     kind: str
     """One of ``KINDS``."""
     base: float
     factor: float = 1.0
-    """Positions are divided by it, of the slow frequencies alone (llama3, yarn) or of all (linear)."""
+    """Divisor of positions: for slow frequencies only (llama3, yarn) or for all (linear)."""
     original: int = 0
-    """Tokens of a text before it was scaled."""
+    """Maximum length in tokens before scaling."""
     fast: float = 0.0
-    """Rotations in ``original`` tokens from which on a frequency stays as it is."""
+    """Frequencies with at least this many rotations in ``original`` tokens stay unchanged."""
     slow: float = 0.0
-    """Rotations up to which a frequency is divided by ``factor``."""
+    """Frequencies with at most this many rotations are divided by ``factor``."""
     truncate: bool = True
-    """YaRN's bounds between frequencies are whole numbers."""
+    """Round YaRN's bounds between frequencies to whole numbers."""
     attention_factor: float = 1.0
-    """Factor of the rotated queries, and of the keys."""
+    """Factor of rotated queries and keys."""
     query_beta: float = 0.0
     """Queries at position p are multiplied by 1 + ``query_beta`` * ln(1 + p // ``original``) (Llama 4)."""
 
 
 def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
-    """The rotary embedding of each layer, None where a layer rotates nothing; () with latent attention, whose rope
-    Megatron's configuration has.
+    """Rotary embedding of each layer, ``None`` for layers without one. Returns () with latent attention: Megatron's
+    configuration has that rope.
 
-    Raises ArchitectureError for a kind that the trainer does not compute.
+    Raises ArchitectureError for a kind that the trainer does not support.
     """
     sizes = arch.sizes(hf_config)
     if sizes.kv_lora:
@@ -60,7 +60,7 @@ def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
 def _rope(arch: Architecture, given: Mapping[str, Any], head: int) -> Rope:
     name, kind = arch.name, given["rope_type"]
     if arch.layers.rope_alpha and kind == "dynamic" and given.get("alpha"):
-        positive(name, "factor of the rope scaling", given.get("factor"))  # transformers wants one, and does not use it
+        positive(name, "factor of the rope scaling", given.get("factor"))  # required, but unused, by transformers
         return Rope("default", given["rope_theta"] * positive(name, "alpha", given["alpha"]) ** (head / (head - 2)))
     if arch.norms.after_rope and kind == "yarn":
         raise ArchitectureError(
@@ -116,18 +116,18 @@ def _query_beta(name: str, given: Mapping[str, Any]) -> float:
 
 
 def settings_of(arch: Architecture, hf_config: HFConfig, kind: str = "full_attention") -> dict[str, Any]:
-    """``rope_settings`` of a kind of layers, which most families do not distinguish."""
+    """``rope_settings`` of a kind of layers; most families have one kind."""
     partial, kind = arch.layers.partial_rotary, kind if arch.layers.ropes else ""
     return rope_settings(arch.name, hf_config, partial=partial, kind=kind)
 
 
 def rope_settings(name: str, hf_config: HFConfig, *, partial: bool = False, kind: str = "") -> dict[str, Any]:
-    """The rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and
+    """Return the rope settings as transformers reads them: ``rope_parameters``, or the older ``rope_scaling`` and
     ``rope_theta``.
 
     Args:
-        partial: Heads may rotate in part.
-        kind: Of the layers, where ``rope_parameters`` has one rope for each kind.
+        partial: Allow heads with partial rotation.
+        kind: Kind of layers, if ``rope_parameters`` has one rope per kind.
     """
     key = "rope_scaling" if hf_config.get("rope_scaling") else "rope_parameters"
     given = hf_config.get(key) or {}
@@ -164,5 +164,5 @@ def rope_settings(name: str, hf_config: HFConfig, *, partial: bool = False, kind
 
 
 def max_positions(name: str, hf_config: HFConfig) -> int:
-    """Tokens of the longest text that the model is for."""
+    """Maximum length in tokens that the model supports."""
     return integer(name, "max_position_embeddings", hf_config.get("max_position_embeddings"))

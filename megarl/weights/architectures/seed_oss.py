@@ -1,4 +1,4 @@
-"""Seed-OSS: the tensors of Qwen2, under its own settings.
+"""Seed-OSS: Qwen2's tensors, under other settings.
 
 Source: ``transformers/models/seed_oss/modeling_seed_oss.py``; vLLM 0.32 runs it through transformers.
 """

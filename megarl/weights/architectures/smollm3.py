@@ -1,4 +1,4 @@
-"""SmolLM3: grouped queries, of which some layers (every fourth) rotate nothing.
+"""SmolLM3: grouped queries; every fourth layer or a list of layers has no rope.
 
 Source: ``transformers/models/smollm3/modeling_smollm3.py``; vLLM 0.32 runs it through transformers.
 """

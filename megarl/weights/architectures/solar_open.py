@@ -1,4 +1,4 @@
-"""Solar Open: Llama's attention, then experts as DeepSeek-V3 has them in every layer.
+"""Solar Open: Llama's attention, then DeepSeek-V3's experts in every layer.
 
 Source: ``transformers/models/solar_open/modeling_solar_open.py``; vLLM 0.32 runs it through transformers.
 """

@@ -1,7 +1,7 @@
-"""Rows of an architecture table, and the model sizes that give a row its shapes.
+"""Rows of an architecture table, and the model sizes that determine their shapes.
 
-A family file is data: rows of :class:`Param` plus the few facts that differ between families. What an op or a
-shard *means* for Megatron-Core and for vLLM is written once, in ``megarl.weights.reshard``.
+A family file is data: rows of :class:`Param` plus the few facts that differ between families.
+``megarl.weights.reshard`` defines the meaning of ops and shards for Megatron-Core and vLLM.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from megarl.core.errors import ArchitectureError
 
 Shape = tuple[int, ...]
 MOST_BLOCKS = 1 << 16
-"""Most layers, counted once more for each of their experts. Kimi K2 has 23,485."""
+"""Maximum of layers · (1 + experts). Kimi K2 has 23,485."""
 _LARGEST = sys.float_info.max
 HFConfig = Mapping[str, Any]
 
 Head = Literal["lm", "score"]
-"""Output after the last norm: the vocabulary's logits, or one number for each token (critic, reward model)."""
+"""Output after the last norm: vocabulary logits, or one number per token (critic, reward model)."""
 
 HF_LAYER = "model.layers.{}."
 VLLM_LAYER = "model.layers.{}."
 EXPERT = "{expert}"
 BLOCK = "{block}"
-"""Number of a block of the vision tower, in names."""
+"""Placeholder in names for the number of a vision block."""
 
 
 class Op(Enum):
-    """Arrangement of the logical (HF) tensors of a row in one fused tensor."""
+    """Arrangement of a row's logical (HF) tensors in one fused tensor."""
 
     SAME = "one logical tensor, as it is"
     QKV = "query, key and value heads; Megatron interleaves them per query group, vLLM keeps three blocks"
@@ -50,7 +50,7 @@ class Shard(Enum):
 
 
 class Stage(Enum):
-    """Layers, and so the pipeline stage, that hold the row. Names of the middle four are relative to the layer."""
+    """Layers, and thereby pipeline stages, with the row. Names of the middle four are relative to the layer."""
 
     FIRST = "beside the first layer"
     VISION = "the vision tower, which is beside the first layer too"
@@ -63,9 +63,9 @@ class Stage(Enum):
 
 @dataclass(frozen=True, eq=False)
 class Logical:
-    """A logical tensor: its HF name (``{expert}`` or ``{block}`` in it: one for each) and the names of its axes.
+    """A logical tensor: its HF name (with ``{expert}`` or ``{block}`` if there are several) and the names of its axes.
 
-    One object is one tensor: rows of Megatron and of vLLM name the same object.
+    One object is one tensor: rows of Megatron and of vLLM refer to the same object.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Logical:
     """Attributes of :class:`ModelSizes`, space separated."""
     shard: Shard = Shard.REPLICATED
     dtype: str | None = None
-    """Kept in this dtype everywhere, whatever the model's is."""
+    """Fixed dtype, if it does not follow the model's."""
 
     def shape(self, sizes: ModelSizes) -> Shape:
         return tuple(getattr(sizes, axis) for axis in self.axes.split())
@@ -84,15 +84,15 @@ PARTS = {Op.SAME: 1, Op.QKV: 3, Op.CONCAT: 2, Op.TIED: 2}
 
 @dataclass(frozen=True)
 class Param:
-    """One row: a tensor of Megatron's GPTModel and the logical tensors in it."""
+    """One row: a parameter of Megatron's GPTModel and its logical tensors."""
 
     megatron: str
-    """Under the local spec; ``{expert}`` counts the experts of a rank."""
+    """Name under the local spec; ``{expert}`` is the rank-local number of an expert."""
     op: Op
     hf: tuple[Logical, ...]
     stage: Stage = Stage.LAYER
     te: str | None = None
-    """Under the TransformerEngine spec where it differs."""
+    """Name under the TransformerEngine spec, if different."""
 
     def __post_init__(self) -> None:
         assert len(self.hf) == PARTS[self.op], f"{self.megatron}: {self.op.name} joins {PARTS[self.op]} tensors"
@@ -107,56 +107,55 @@ class Param:
 
     @property
     def is_first(self) -> bool:
-        """True if it lies beside the first layer."""
+        """True if the row is on the first layer's stage."""
         return self.stage in (Stage.FIRST, Stage.VISION)
 
 
 SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "labels hidden"),), Stage.LAST)
-"""One number for each token, whole on every tensor-parallel rank (``learn/models/value_head.py``)."""
+"""One number per token, whole on every tensor-parallel rank (``learn/models/value_head.py``)."""
 
 
 @dataclass(frozen=True)
 class JoinedTensor:
-    """A tensor of the HF files that has several logical tensors: one after the other, and ``{expert}`` in their names
-    as its first axis."""
+    """A tensor of the HF files that concatenates several logical tensors; ``{expert}`` becomes the first axis."""
 
     name: str
     """HF name within the layer."""
     parts: tuple[str, ...]
-    """Names of the logical tensors in it."""
+    """Names of its logical tensors."""
     transposed: bool = False
-    """Each matrix has inputs before outputs."""
+    """True if each matrix is stored as [inputs, outputs]."""
     single: bool = False
-    """A first axis with one entry."""
+    """True if there is an extra first axis of size 1."""
 
 
 @dataclass(frozen=True)
 class Fused:
-    """A vLLM parameter that is not named as its only logical tensor is. Per-expert tensors are stacked on axis 0."""
+    """A vLLM parameter with a name other than its logical tensor's. Per-expert tensors are stacked on axis 0."""
 
     vllm: str
     op: Op
     hf: tuple[Logical, ...]
     shard: Shard | None = None
-    """Axis that vLLM's tensor parallelism splits, where Megatron's keeps the tensor whole."""
+    """Axis that vLLM's tensor parallelism splits, if Megatron's does not split the tensor."""
 
 
 class Occurrence(NamedTuple):
-    """One occurrence of a row: which layer (counted from 0 over the whole model; MTP layers follow the last), expert,
-    and block of the vision tower."""
+    """One occurrence of a row: layer (counted from 0 over the whole model; MTP layers come last), expert, and block of
+    the vision tower."""
 
     layer: int | None = None
     expert: int | None = None
     block: int | None = None
 
     def named(self, name: str) -> str:
-        """The name with its own numbers of expert and block."""
+        """Insert this occurrence's expert and block numbers into the name."""
         return name.replace(EXPERT, str(self.expert)).replace(BLOCK, str(self.block))
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The extents that a decoder's tensors are made of, in elements. 0 where a family has no such thing."""
+    """Extents of a decoder's tensors, in elements; 0 if a family has no such extent."""
 
     num_layers: int
     hidden: int
@@ -179,33 +178,33 @@ class ModelSizes:
     qk_rope: int = 0
     v_head: int = 0
     normed_head: int = 0
-    """Width of a head whose queries and keys have norms by ``use_qk_norm``, else 0."""
+    """Head width if ``use_qk_norm`` adds norms to queries and keys, else 0."""
     biased: bool = False
-    """Projections of queries, keys and values have biases by ``attention_bias``."""
+    """True if ``attention_bias`` adds biases to the query, key and value projections."""
     vision_depth: int = 0
     """Blocks of the vision tower."""
     vision_hidden: int = 0
     vision_ffn: int = 0
     channels: int = 0
     temporal_patch: int = 0
-    """Frames of a patch."""
+    """Number of frames in a patch."""
     patch: int = 0
     """Pixels on each side of a patch."""
     norms_before: int = 2
-    """Norms before attention and MLP of a layer."""
+    """Number of norms before attention and MLP of a layer."""
     norms_after: int = 0
-    """Norms after them."""
+    """Number of norms after attention and MLP of a layer."""
     merge: int = 0
-    """Patches on each side of what becomes one vector of the language model."""
+    """Number of patches, on each side, merged into one vector of the language model."""
 
     @property
     def vision_qkv(self) -> int:
-        """Rows of the tower's query, key and value projections together."""
+        """Rows of the tower's fused query, key and value projection."""
         return 3 * self.vision_hidden
 
     @property
     def merged(self) -> int:
-        """Width of the patches that become one vector."""
+        """Width of the patches merged into one vector."""
         return self.vision_hidden * self.merge**2
 
     @property
@@ -220,17 +219,17 @@ class ModelSizes:
 
     @property
     def gate_up(self) -> int:
-        """Rows of an expert's gate and up projections together."""
+        """Rows of an expert's fused gate and up projections."""
         return 2 * self.expert_ffn
 
     @property
     def biased_q(self) -> int:
-        """Length of the query projection's bias, 0 without one."""
+        """Length of the query projection's bias; 0 without one."""
         return self.q * self.biased
 
     @property
     def biased_kv(self) -> int:
-        """Length of the key (or value) projection's bias, 0 without one."""
+        """Length of the key (or value) projection's bias; 0 without one."""
         return self.kv * self.biased
 
     @property
@@ -240,7 +239,7 @@ class ModelSizes:
 
     @property
     def direct_q(self) -> int:
-        """The same without a query latent (``q_lora_rank`` null), else 0."""
+        """Rows of the query projection without a query latent (``q_lora_rank`` null), else 0."""
         return 0 if self.q_lora else self.latent_q
 
     @property
@@ -263,62 +262,62 @@ class ModelSizes:
 
     @property
     def labels(self) -> int:
-        """Numbers that a score head gives for each token."""
+        """Number of outputs of a score head per token."""
         return 1
 
 
 @dataclass(frozen=True)
 class LayerRules:
-    """Keys of config.json that say of each layer, or each head, what it does."""
+    """Keys of config.json that control single layers or heads."""
 
     partial_rotary: bool = False
-    """``partial_rotary_factor`` is the share of a head that rotates; elsewhere any other than 1 is refused."""
+    """``partial_rotary_factor`` is the rotary share of a head; in other families only 1 is accepted."""
     rope: str = ""
-    """Key with a list of 1 for each layer that rotates queries and keys, and 0 for each that does not."""
+    """Key with a list: 1 for layers that rotate queries and keys, 0 for others."""
     rope_alpha: bool = False
-    """A rope of type ``dynamic`` has its base multiplied by ``alpha`` ** (d / (d - 2)), d being a head's width."""
+    """A rope of type ``dynamic`` has its base multiplied by ``alpha`` ** (d / (d - 2)); d is the head width."""
     kinds: str = ""
-    """Key with a list of ``sparse`` for each layer with experts, and ``dense`` for each other."""
+    """Key with a list: ``sparse`` for layers with experts, ``dense`` for others."""
     windows: bool = False
-    """``layer_types`` says which layers have the window; elsewhere ``sliding_window`` is one of all layers."""
+    """``layer_types`` lists the layers with the window; in other families ``sliding_window`` applies to all layers."""
     every_second: bool = False
-    """vLLM has the window in the first layer and every second one after it, whatever ``layer_types`` says."""
+    """vLLM has the window in every second layer from the first on and ignores ``layer_types``."""
     window_switch: bool = False
-    """``use_sliding_window: false`` means no window, whatever ``sliding_window`` is."""
+    """``use_sliding_window: false`` disables the window, even if ``sliding_window`` is set."""
     ropes: bool = False
-    """``rope_parameters`` has one rope for layers with the window and one for the others."""
+    """``rope_parameters`` has one rope for layers with the window and another for the rest."""
     queries_grow: bool = False
-    """Queries are multiplied by a factor of their position (``llama_4_scaling_beta``)."""
+    """Queries are scaled by a position-dependent factor (``llama_4_scaling_beta``)."""
     rope_in_windows: bool = False
-    """Where ``sliding_window`` is given, layers without the window do not rotate."""
+    """With ``sliding_window`` set, layers without the window have no rope."""
 
 
 @dataclass(frozen=True)
 class RouterRules:
-    """Rules by which a router chooses and weighs experts."""
+    """Rules for choosing and weighing experts in a router."""
 
     sigmoid: bool = False
-    """Experts are chosen by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
+    """Choose experts by sigmoid scores, a bias and groups (DeepSeek-V3); else by a softmax."""
     norms_topk: bool = False
-    """The chosen experts' probabilities are always divided by their sum; else by ``norm_topk_prob``."""
+    """Always divide the chosen experts' probabilities by their sum; else ``norm_topk_prob`` decides."""
     unscaled: bool = False
-    """Sigmoid scores of the chosen experts are not multiplied by ``routed_scaling_factor``."""
+    """Do not multiply sigmoid scores of the chosen experts by ``routed_scaling_factor``."""
     scales_topk: bool = False
-    """Softmax probabilities of the chosen experts are multiplied by ``routed_scaling_factor``; sigmoid ones always."""
+    """Multiply softmax probabilities of the chosen experts by ``routed_scaling_factor``. For sigmoid: ``unscaled``."""
 
 
 @dataclass(frozen=True)
 class NormRules:
-    """Places of a layer's norms, and forms of them, where they are not Llama's or Qwen3's."""
+    """Places and forms of a layer's norms, if they differ from Llama and Qwen3."""
 
     before: bool = True
-    """Attention and MLP take a norm of the hidden state; else the hidden state itself."""
+    """Norm the input of attention and MLP."""
     after: bool = False
-    """Outputs of attention and MLP are normed before they are added to the hidden state."""
+    """Norm the outputs of attention and MLP before the residual addition."""
     whole_width: bool = False
-    """Queries (and keys) of a token are normed over all heads together; else each head on its own."""
+    """Norm queries (and keys) of a token over all heads together, instead of per head."""
     after_rope: bool = False
-    """Each head of queries and keys is normed after it has rotated; else before."""
+    """Norm each head of queries and keys after rope, instead of before."""
     zero_centred: bool = False
     """Norms multiply by 1 + weight."""
 
@@ -328,63 +327,61 @@ USUAL_NORMS = NormRules()
 
 @dataclass(frozen=True)
 class MultiplierKeys:
-    """Keys of config.json with numbers that parts of a model are multiplied by; empty where it has none."""
+    """Keys of config.json with factors of model parts; empty if the family has no such factor."""
 
     embedding: str = ""
-    """The embeddings."""
+    """Factor of the embeddings."""
     embedding_root: str = ""
-    """The embeddings are multiplied by its square root, rounded to their dtype."""
+    """The embeddings are multiplied by the square root of this key's value, rounded to their dtype."""
     residual: str = ""
-    """Outputs of attention and MLP, before they are added."""
+    """Factor of the outputs of attention and MLP, before the residual addition."""
     attention: str = ""
-    """Scores of attention, in place of 1 / sqrt(d)."""
+    """Factor of attention scores, instead of 1 / sqrt(d)."""
     attention_root: str = ""
-    """Scores of attention are divided by its square root, in place of sqrt(d)."""
+    """Attention scores are divided by the square root of this key's value, instead of sqrt(d)."""
     logits: str = ""
-    """The logits are divided by it."""
+    """Divisor of the logits."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model family."""
+    """Table of one model family."""
 
     name: str
-    """``model_type`` of config.json."""
+    """``model_type`` in config.json."""
     models: str
     """Published models of the family."""
     params: tuple[Param, ...]
     vllm: tuple[Fused, ...] = ()
     joined: tuple[JoinedTensor, ...] = ()
-    """Tensors of the HF files that are no logical tensors but have several."""
+    """Tensors of the HF files that contain several logical tensors."""
     fixed: HFConfig = field(default_factory=dict)
-    """Settings that must have this value when config.json has them: the table covers no other."""
+    """Settings that must have this value if config.json has them."""
     megatron: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of Megatron's TransformerConfig besides those that follow from sizes and rows."""
+    """Extra arguments of Megatron's TransformerConfig, which do not follow from sizes and rows."""
     vllm_text: str = ""
-    """Name before those of the language model in vLLM, where that is a part of a larger model."""
+    """vLLM's prefix for names of the language model, if it is part of a larger model."""
     vllm_ends_everywhere: bool = False
-    """vLLM keeps embedding, last norm and output weight on every pipeline stage."""
+    """True if vLLM has embedding, last norm and output weight on every pipeline stage."""
     has_score_class: bool = True
-    """transformers has a ``...ForSequenceClassification`` of this family, or its ``GenericForSequenceClassification``
-    makes one."""
+    """True if transformers has a ``...ForSequenceClassification`` of this family, or can build one with
+    ``GenericForSequenceClassification``."""
     base_names: tuple[tuple[str, str], ...] = ()
-    """Beginnings of names as transformers' base model of the family has them, and as this table does; a score model's
-    files have the former."""
+    """Pairs of name prefixes: in transformers' base model, and in this table. Files of a score model use the former."""
     config_class: str = ""
-    """``model_type`` of transformers' configuration class, where that is not ``name``."""
+    """``model_type`` of transformers' configuration class, if not ``name``."""
     layers: LayerRules = LayerRules()
     multipliers: MultiplierKeys = MultiplierKeys()
     norms: NormRules = USUAL_NORMS
     router: RouterRules = RouterRules()
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Fields of :class:`ModelSizes` read from a config.json key that is not the usual one (``COMMON_KEYS``)."""
+    """Fields of :class:`ModelSizes` with config.json keys other than the usual ones (``COMMON_KEYS``)."""
 
     def with_score(self) -> Architecture:
-        """The same family with a score head in place of the output weight: what ties that to the embedding has no
-        meaning then.
+        """Return the table with a score head instead of the output weight, ignoring whether the latter is tied.
 
-        Raises ArchitectureError for a family that transformers has no such class of: nobody else could read its files.
+        Raises ArchitectureError if transformers lacks this class for the family: no program could read its files.
         """
         if not self.has_score_class:
             raise ArchitectureError(
@@ -394,18 +391,18 @@ class Architecture:
         return replace(self, head="score", params=(*(p for p in self.params if p.op is not Op.TIED), SCORE_HEAD))
 
     def name_in_files(self, name: str) -> str:
-        """Name that a tensor of this table has in files of this model."""
+        """Convert a name of this table to the name in the model's files."""
         return name_in_modules(self, name) if self.head == "score" else name
 
     def name_in_table(self, stored: str) -> str:
-        """Name in this table of a tensor of an HF checkpoint, whatever its head is."""
+        """Convert a name from an HF checkpoint, with any head, to the name in this table."""
         for base, own in self.base_names:
             if stored.startswith(base):
                 return own + stored.removeprefix(base)
         return stored
 
     def check_fixed(self, hf_config: HFConfig) -> None:
-        """Raise ArchitectureError when a setting has another value than the one that the table covers."""
+        """Raise ArchitectureError if a setting has a value that the table does not support."""
         for key, value in self.fixed.items():
             if hf_config.get(key, value) != value:
                 raise ArchitectureError(
@@ -477,7 +474,7 @@ class Architecture:
         )
 
     def occurrences(self, param: Param, sizes: ModelSizes) -> Iterator[Occurrence]:
-        """Every occurrence of a row, by layer and expert."""
+        """Yield every occurrence of a row, by layer and expert."""
         if param.per_block:
             yield from (Occurrence(block=block) for block in range(sizes.vision_depth))
             return
@@ -500,7 +497,7 @@ class Architecture:
             )
 
     def tensors(self, hf_config: HFConfig, *, mtp: bool = False) -> dict[str, Shape]:
-        """Logical tensors: HF name -> shape, in the order of layers. A tied lm_head is not one of them."""
+        """Logical tensors: HF name -> shape, in layer order, without a tied lm_head."""
         sizes = self.sizes(hf_config)
         found: list[tuple[tuple[int, int], str, Shape]] = []
         for number, param in enumerate(self.params):
@@ -516,19 +513,19 @@ class Architecture:
 
 
 def parts_of(param: Param, sizes: ModelSizes) -> tuple[Logical, ...]:
-    """The logical tensors that Megatron's tensor has in a model of these sizes."""
+    """Logical tensors in Megatron's tensor, for a model of these sizes."""
     return (param.hf[1 if sizes.tied else 0],) if param.op is Op.TIED else param.hf
 
 
 def needed(name: str, hf_config: HFConfig, key: str) -> Any:
-    """The value of a key. Raises ArchitectureError where a configuration that was not completed lacks it."""
+    """Return the value of a key. Raises ArchitectureError if the configuration was not completed and lacks the key."""
     if key not in hf_config:
         raise ArchitectureError(f"the configuration of a {name} model lacks {key}; add it to config.json")
     return hf_config[key]
 
 
 def integer(name: str, key: str, value: Any, least: int = 1) -> int:
-    """The value of a key of config.json. Raises ArchitectureError unless it is an integer of at least ``least``."""
+    """Return the value of a config.json key. Raises ArchitectureError unless it is an integer of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
         raise ArchitectureError(f"config.json of a {name} model has {key}={value!r}; it must be {wanted}")
@@ -536,21 +533,20 @@ def integer(name: str, key: str, value: Any, least: int = 1) -> int:
 
 
 def count(name: str, hf_config: HFConfig, key: str, default: int = 0) -> int:
-    """The number of a key that may be null or left out. Raises ArchitectureError for a value that is no number of
-    things."""
+    """Return a key's integer >= 0, ``default`` if null or missing. Raises ArchitectureError for any other value."""
     value = hf_config.get(key)
     return default if value is None else integer(name, key, value, 0)
 
 
 def positive(name: str, key: str, value: Any) -> float:
-    """The value of a key of config.json. Raises ArchitectureError unless it is a positive, finite number."""
+    """Return the value of a config.json key. Raises ArchitectureError unless it is a positive, finite number."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value <= _LARGEST:
         raise ArchitectureError(f"config.json of a {name} model has {key}={value!r}; it must be a positive number")
     return float(value)
 
 
 def flag(name: str, hf_config: HFConfig, key: str) -> bool:
-    """The value of a key of config.json. Raises ArchitectureError where it is left out, or neither true nor false."""
+    """Return the value of a config.json key. Raises ArchitectureError if it is missing or not a boolean."""
     value = needed(name, hf_config, key)
     if not isinstance(value, bool):
         raise ArchitectureError(f"config.json of a {name} model has {key}={value!r}; it must be true or false")
@@ -558,7 +554,7 @@ def flag(name: str, hf_config: HFConfig, key: str) -> bool:
 
 
 def by_layer(name: str, hf_config: HFConfig, key: str, num_layers: int, either: tuple[Any, Any]) -> Sequence[Any]:
-    """The list of a key that has one of two values for each layer. Raises ArchitectureError for anything else."""
+    """Return a key's list, with one of two values for each layer. Raises ArchitectureError for any other value."""
     found = needed(name, hf_config, key)
     if not isinstance(found, list | tuple) or len(found) != num_layers or any(value not in either for value in found):
         raise ArchitectureError(
@@ -569,7 +565,7 @@ def by_layer(name: str, hf_config: HFConfig, key: str, num_layers: int, either: 
 
 
 def layer_kinds(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Sequence[str]:
-    """``sliding_attention`` for each layer with a window, ``full_attention`` for each other."""
+    """Return ``sliding_attention`` for each layer with a window, ``full_attention`` for every other layer."""
     window, either = hf_config.get("sliding_window"), ("full_attention", "sliding_attention")
     if arch.layers.window_switch and hf_config.get("use_sliding_window") is False:
         window = None
@@ -581,7 +577,7 @@ def layer_kinds(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Seq
 
 
 def rotates(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Sequence[bool]:
-    """For each layer, whether it rotates queries and keys."""
+    """Return True for each layer that rotates queries and keys, False for the others."""
     if arch.layers.rope:
         return [bool(turns) for turns in by_layer(arch.name, hf_config, arch.layers.rope, num_layers, (0, 1))]
     if arch.layers.rope_in_windows and hf_config.get("sliding_window") is not None:
@@ -590,7 +586,7 @@ def rotates(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Sequenc
 
 
 def check_counts(name: str, hf_config: HFConfig) -> None:
-    """Raise ArchitectureError for numbers of layers, experts or vision blocks that no model has.
+    """Raise ArchitectureError for absurd numbers of layers, experts or vision blocks.
 
     Lists of that length are made before shapes are compared, here and in transformers.
     """
@@ -617,7 +613,7 @@ def _largest(values: Mapping[str, Any], keys: Iterable[str]) -> int:
 
 
 def name_in_modules(table: Architecture, name: str) -> str:
-    """Name of a tensor or module of a table among the modules of transformers' class."""
+    """Convert a tensor or module name of a table to the name in transformers' class."""
     for base, own in table.base_names:
         if name.startswith(own):
             return base + name.removeprefix(own)
@@ -625,7 +621,7 @@ def name_in_modules(table: Architecture, name: str) -> str:
 
 
 def hf_name(part: Logical | JoinedTensor, occurrence: Occurrence) -> str:
-    """The whole HF name of one occurrence of a logical tensor."""
+    """Return the full HF name of one occurrence of a logical tensor."""
     prefix = "" if occurrence.layer is None else HF_LAYER.format(occurrence.layer)
     return prefix + occurrence.named(part.name)
 
@@ -647,7 +643,7 @@ COMMON_KEYS = {
     "qk_rope": ("qk_rope_head_dim",),
     "v_head": ("v_head_dim",),
 }
-"""Field of :class:`ModelSizes` -> keys of config.json, of which the first one present counts."""
+"""Field of :class:`ModelSizes` -> keys of config.json; the first key present is used."""
 SHARED_EXPERTS = "n_shared_experts", "moe_num_shared_experts"
 """Keys with the number of shared experts."""
 
@@ -665,7 +661,7 @@ VISION_KEYS = {
 
 
 def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
-    """Sizes of the vision tower. Raises ArchitectureError for one that is missing or no positive integer."""
+    """Sizes of the vision tower. Raises ArchitectureError if one is missing or not a positive integer."""
     vision = hf_config.get("vision_config")
     if not isinstance(vision, Mapping):
         raise ArchitectureError(
@@ -675,7 +671,7 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
 
 
 def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:
-    """Layers with experts: from ``first_k_dense_replace`` on (DeepSeek), every ``decoder_sparse_step``-th without
+    """MoE layers: from ``first_k_dense_replace`` on (DeepSeek), every ``decoder_sparse_step``-th without
     ``mlp_only_layers`` (Qwen), or every ``moe_layer_interval``-th of a range (ERNIE)."""
     if "moe_layer_interval" in hf_config:
         step = integer(name, "moe_layer_interval", hf_config["moe_layer_interval"])

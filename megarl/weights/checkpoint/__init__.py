@@ -1,1 +1,1 @@
-"""Weights in files: their ``formats``, ``training`` state, and what ``megarl convert`` does."""
+"""Weights in files: ``formats``, ``training`` state, and the conversions of ``megarl convert``."""

@@ -1,1 +1,1 @@
-"""First drafts of tables for model families that have none (``megarl add-model``)."""
+"""First drafts of tables for new model families (``megarl add-model``)."""

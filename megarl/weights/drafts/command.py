@@ -1,4 +1,4 @@
-"""``megarl add-model DIR``: the first draft of a table for a model family that has none."""
+"""``megarl add-model DIR``: write the first draft of a table for a new model family."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Write the draft, and print what it could not place and what is to do next.
+    """Write the draft; print tensors that it could not place and the next steps.
 
     Raises:
-        ConfigError: ``--out`` is there already or cannot be written, or the directory has no config.json.
+        ConfigError: ``--out`` exists or cannot be written, or the directory has no config.json.
         CheckpointError: config.json cannot be read.
-        ArchitectureError: The family has a table, or transformers has no class of it.
+        ArchitectureError: The family has a table, or transformers has no class for it.
     """
-    from megarl.weights.architectures import ARCHITECTURES  # with it comes every table
+    from megarl.weights.architectures import ARCHITECTURES  # imports every table
     from megarl.weights.checkpoint.formats.hf_source import read_config_json
     from megarl.weights.drafts.tiny import names_beside, tiny_config
     from megarl.weights.drafts.writing import drafted, report, source

@@ -1,4 +1,4 @@
-"""Keys of a config.json that change what transformers computes, and that a table does not read."""
+"""Find keys of a config.json that change transformers' results but are ignored by a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADDED: tuple[dict[str, Any], ...] = (
     {"attention_multiplier": 0.3},
     {"logits_scaling": 3.0},
 )
-"""Keys that a class may not have by itself."""
+"""Keys that a class may lack by default."""
 SCALINGS: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "factor": 4.0},
     {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16},
@@ -41,11 +41,11 @@ SCALINGS: tuple[dict[str, Any], ...] = (
     },
 )  # fmt: skip
 Function = Callable[[dict[str, Any]], Any]
-"""Logits that transformers computes under a configuration, always with the same weights."""
+"""transformers' logits for a configuration, always with the same weights."""
 
 
 def changed(value: Any) -> list[Any]:
-    """Return other values of the same kind."""
+    """Return other values of the same type."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -60,13 +60,13 @@ def changed(value: Any) -> list[Any]:
 
 
 def text_of(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a configuration that is the language model's."""
+    """Return the language model's part of a configuration."""
     part: dict[str, Any] = config.get("text_config", config)
     return part
 
 
 def variants(config: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield configurations with one thing changed each; ``config`` is as before once all were taken."""
+    """Yield configurations with one change each; ``config`` is restored at the end."""
     for place in {id(part): part for part in (config, text_of(config), config.get("vision_config", {}))}.values():
         for key, value in list(place.items()):
             for other in changed(value):
@@ -95,10 +95,10 @@ def difference(base: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, 
 
 
 def logits_of(model: Any, config: Mapping[str, Any]) -> Function:
-    """Return the logits of a text as a function of the configuration, with the weights of ``model``.
+    """Return a function from configuration to logits of a fixed text, with the weights of ``model``.
 
     Args:
-        model: A causal language model of transformers, of ``config``.
+        model: A causal language model of transformers, with ``config``.
     """
     import torch
 
@@ -115,23 +115,22 @@ def logits_of(model: Any, config: Mapping[str, Any]) -> Function:
 
 
 def arguments(arch: Architecture, config: Mapping[str, Any]) -> Any:
-    """Return what Megatron is built with. Raises ArchitectureError where the table refuses the configuration."""
+    """Return Megatron's build arguments. Raises ArchitectureError if the table refuses the configuration."""
     check(arch, config)
     parts = (gpt_kwargs, transformer_kwargs, ropes, multipliers)
     return arch.sizes(config), *(part(arch, config) for part in parts)
 
 
 def passed_over(base: dict[str, Any], logits: Function, read: Function) -> tuple[int, list[dict[str, Any]]]:
-    """Change one key after the other, and compare what transformers computes with what Megatron is built with.
+    """Change keys one at a time, and compare transformers' results with Megatron's build arguments.
 
     Args:
-        base: Configuration, with every key of its class.
-        logits: Raises any exception for a configuration that transformers refuses, or that has other weights.
-        read: Arguments of Megatron. Raises ArchitectureError for a configuration that is refused.
+        base: Configuration with every key of its class.
+        logits: Raises any exception if transformers refuses a configuration or it needs other weights.
+        read: Megatron's arguments. Raises ArchitectureError if a configuration is refused.
 
     Returns:
-        Number of changes under which the logits differ; and the changes among these that Megatron's arguments neither
-        show nor refuse.
+        Number of changes that alter the logits, and the ones that Megatron's arguments neither reflect nor refuse.
     """
     want, plain = logits(base), read(base)
     seen, found = 0, []

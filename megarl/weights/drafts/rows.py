@@ -1,4 +1,4 @@
-"""Known rows that fit the tensors of a model."""
+"""Find known rows that match the tensors of a model."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from megarl.weights.drafts.tiny import LAYERS, Stored
 _GROUPS = {name: value for name, value in vars(blocks).items() if name.isupper() and isinstance(value, tuple)}
 ROW_GROUPS: Mapping[str, tuple[Param, ...]] = {n: v for n, v in _GROUPS.items() if isinstance(v[0], Param)}
 VLLM_GROUPS: Mapping[str, tuple[Fused, ...]] = {n: v for n, v in _GROUPS.items() if isinstance(v[0], Fused)}
-"""Name in ``blocks`` -> rows that families share."""
+"""Name in ``blocks`` -> shared rows."""
 
 
 Place = tuple[str, int]
-"""Name of a tensor and the layer that has it, ``BESIDE`` for one beside the layers."""
+"""Name of a tensor and its layer; ``BESIDE`` for tensors outside the layers."""
 BESIDE = -1
 
 
 @dataclass
 class Draft:
-    """Rows found for a model, and what has none."""
+    """Rows found for a model, and tensors without a row."""
 
     name: str
     stored: Stored
     groups: dict[str, tuple[Param, ...]] = field(default_factory=dict)
-    """Rows of ``blocks``, by their name there."""
+    """Rows of ``blocks``, by their names there."""
     borrowed: dict[str, list[Param]] = field(default_factory=dict)
-    """``model_type`` of another family -> rows of its own that fit."""
+    """``model_type`` of another family -> matching rows from its table."""
     vllm: dict[str, tuple[Fused, ...]] = field(default_factory=dict)
     unplaced: dict[str, str] = field(default_factory=dict)
-    """Name of a tensor without a row -> its shape, with the names of sizes that fit."""
+    """Name of a tensor without a row -> its shape, with names of sizes that match."""
     refused: str = ""
-    """Message with which the draft refuses the configuration."""
+    """Error message of the draft for the configuration."""
     fixed: dict[str, Any] = field(default_factory=dict)
     keys: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Sizes that other keys of config.json have."""
+    """Sizes under unusual keys of config.json."""
     layers: LayerRules = LayerRules()
 
     def architecture(self) -> Architecture:
@@ -69,7 +69,7 @@ class Draft:
         )
 
     def norms(self) -> NormRules:
-        """Return where the norms are, by the rows."""
+        """Derive the norms' places from the rows."""
         return NormRules(
             before="input_layernorm.weight" in self.stored,
             after="NORMS_AFTER" in self.groups,
@@ -78,11 +78,11 @@ class Draft:
 
 
 def draft_of(name: str, stored: Stored, config: Mapping[str, Any]) -> Draft:
-    """Find rows for every tensor of a model: shared rows of ``blocks`` first, then single families' own rows.
+    """Find rows for every tensor of a model: first shared rows of ``blocks``, then rows of single families.
 
     Args:
         name: ``model_type``.
-        config: Configuration of the tiny model whose tensors ``stored`` are.
+        config: Configuration of the tiny model with the tensors ``stored``.
     """
     fitting = {group: (rows, _places(Architecture(name, name, rows), stored, config)) for group, rows in _groups()}
     fitting = {group: found for group, found in fitting.items() if found[1]}
@@ -126,7 +126,7 @@ def _all(stored: Stored) -> set[Place]:
 def _cover(
     stored: Stored, fitting: Mapping[str, tuple[tuple[Param, ...], set[Place]]]
 ) -> tuple[dict[str, tuple[Param, ...]], set[Place]]:
-    """Take each group, in order, whose tensors have no row yet. Return these groups, and the tensors without a row."""
+    """Choose, in order, each group with only uncovered tensors. Return these groups, and the tensors without a row."""
     chosen, left = dict[str, tuple[Param, ...]](), _all(stored)
     for group, (rows, places) in fitting.items():
         if places <= left:
@@ -136,7 +136,7 @@ def _cover(
 
 
 def _groups() -> Iterator[tuple[str, tuple[Param, ...]]]:
-    """Groups of rows with their names, the largest first, and then each of their rows alone."""
+    """Yield groups of rows with their names, largest first, then each of their rows alone."""
     yield from sorted(ROW_GROUPS.items(), key=lambda group: (-len(group[1]), group[0]))
     for group, rows in ROW_GROUPS.items():
         yield from ((f"{group}[{i}:{i + 1}]", (row,)) for i, row in enumerate(rows))
@@ -149,7 +149,7 @@ def _own_rows() -> Iterator[tuple[str, Param]]:
 
 
 def _places(arch: Architecture, stored: Stored, config: Mapping[str, Any]) -> set[Place]:
-    """Tensors that the rows hold; none unless all are there with their shapes, in the layers of their stage."""
+    """Tensors of the rows; empty unless all exist with matching shapes, in the layers of their stage."""
     try:
         sizes = arch.sizes(config)
     except ArchitectureError:
@@ -171,7 +171,7 @@ def _places(arch: Architecture, stored: Stored, config: Mapping[str, Any]) -> se
 
 
 def _layers(stage: Stage, stored: Stored) -> set[int]:
-    """Layers that have rows of a stage; none for rows beside the layers."""
+    """Layers with rows of a stage; empty for rows outside the layers."""
     everywhere = set(range(LAYERS))
     sparse = set().union(*(one.layers for place, one in stored.items() if EXPERT in place))
     of_stage = {Stage.LAYER: everywhere, Stage.DENSE: everywhere - sparse if sparse else set(), Stage.MOE: sparse}
@@ -179,7 +179,7 @@ def _layers(stage: Stage, stored: Stored) -> set[int]:
 
 
 def _described(shape: tuple[int, ...], sizes: ModelSizes | None) -> str:
-    """A shape with the names of the sizes that each extent may be."""
+    """Format a shape with the names of sizes that match each extent."""
     if sizes is None:
         return str(list(shape))
     plain = replace(sizes, moe_layers=())

@@ -1,4 +1,4 @@
-"""A tiny model of a family that transformers knows: its configuration, and the tensors in its files."""
+"""Build a tiny model of a family known to transformers: its configuration, and the tensors in its files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SMALL: Mapping[str, Any] = {
     "v_head_dim": 12,
     "num_nextn_predict_layers": 0,
 }
-"""Keys of a tiny configuration: no two sizes are equal by chance."""
+"""Keys of a tiny configuration; all sizes are different, to avoid accidental matches."""
 TOKENS: Mapping[str, Any] = {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1}
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
@@ -51,29 +51,28 @@ _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 @dataclass
 class StoredTensor:
-    """Tensors of one name, but for the numbers of layer and expert."""
+    """Tensors with the same name except for the layer and expert numbers."""
 
     shape: Shape
     layers: set[int] = field(default_factory=set)
-    """Empty for a tensor beside the layers."""
+    """Empty for a tensor outside the layers."""
 
 
 Stored = dict[str, StoredTensor]
-"""Name as tables write it (without the layer's prefix, ``{expert}`` for a number) -> what is stored."""
+"""Name as in tables (without the layer's prefix, ``{expert}`` for a number) -> stored tensors."""
 
 
 def tiny_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration of the tiny model: of the class of ``folder``'s config.json, with its settings and
-    ``SMALL`` sizes.
+    """Return the tiny model's configuration: class and settings of ``folder``'s config.json, with ``SMALL`` sizes.
 
     Raises:
         CheckpointError: config.json cannot be read.
-        ArchitectureError: transformers does not know the family or makes no model of it, or it is no language model.
+        ArchitectureError: transformers lacks the family or cannot build a model of it, or it is no language model.
     """
     config = read_config_json(folder, "DIR")
     if "text_config" in config or "vision_config" in config:
         raise ArchitectureError(
-            f"{folder / 'config.json'} is of a model with images; give the config.json of its language model alone"
+            f"{folder / 'config.json'} describes a model with images; give the config.json of its language model alone"
         )
     model_type = str(config.get("model_type"))
     try:
@@ -87,7 +86,7 @@ def tiny_config(folder: Path) -> dict[str, Any]:
         ) from None
     try:
         whole = made(**copy.deepcopy(config)).to_dict()
-    except Exception as error:  # whatever the class raises
+    except Exception as error:  # the class may raise anything
         raise ArchitectureError(
             f"{folder / 'config.json'}: transformers' {made.__name__} refuses it ({error}); give the one that the "
             "family has published"
@@ -104,7 +103,7 @@ def tiny_config(folder: Path) -> dict[str, Any]:
         if isinstance(value, list) and len(value) == layers
     }
     tiny = {**whole, **small, **lists, **TOKENS}
-    if "head_dim" in small and not _runs(tiny):  # some classes have heads of hidden_size / num_attention_heads alone
+    if "head_dim" in small and not _runs(tiny):  # some classes require heads of hidden_size / num_attention_heads
         tiny["head_dim"] = tiny["hidden_size"] // tiny["num_attention_heads"]
     if not _runs(tiny):
         raise ArchitectureError(
@@ -121,7 +120,7 @@ def _runs(config: Mapping[str, Any]) -> bool:
     try:
         with torch.no_grad():
             model(input_ids=torch.arange(2, 10)[None])
-    except Exception:  # whatever the model raises
+    except Exception:  # the model may raise anything
         return False
     return True
 
@@ -133,9 +132,9 @@ def _config_class(model_type: str) -> Any:
 
 
 def tiny_model(config: Mapping[str, Any]) -> Any:
-    """Return the family's model in float32, random, with nothing at its neutral value (norms, biases).
+    """Return a random float32 model of the family, without neutral values (of norms, biases).
 
-    Raises ArchitectureError for a configuration that transformers makes no model of.
+    Raises ArchitectureError if transformers cannot build a model of the configuration.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -144,7 +143,7 @@ def tiny_model(config: Mapping[str, Any]) -> Any:
     try:
         made = _config_class(str(config["model_type"]))(**copy.deepcopy(dict(config)))
         model = AutoModelForCausalLM.from_config(made, dtype=torch.float32, attn_implementation="eager").eval()
-    except Exception as error:  # whatever the class raises
+    except Exception as error:  # the class may raise anything
         raise ArchitectureError(
             f"transformers makes no model of this config.json ({type(error).__name__}: {error}); give the one that the "
             "family has published"
@@ -159,7 +158,7 @@ def tiny_model(config: Mapping[str, Any]) -> Any:
 
 
 def stored_tensors(model: Any) -> Stored:
-    """Return the tensors in the files that transformers writes of a model."""
+    """Return the tensors in the files that transformers saves for a model."""
     from safetensors import safe_open
 
     found: Stored = {}
@@ -175,14 +174,14 @@ def stored_tensors(model: Any) -> Stored:
 
 
 def _in_table(name: str) -> tuple[str, int | None]:
-    """(name as tables write it, number of the layer)"""
+    """Return (name as in tables, layer number)."""
     layer = _LAYER.match(name)
     inner = name[layer.end() :] if layer else name
     return _EXPERT.sub(EXPERT, inner), int(layer[1]) if layer else None
 
 
 def names_beside(folder: Path, stored: Stored) -> Iterator[str]:
-    """Names in ``folder``'s files that the tiny model has none of: transformers does not read them."""
+    """Names in ``folder``'s files that the tiny model lacks: transformers does not read them."""
     names = set[str]()
     if (index := folder / "model.safetensors.index.json").is_file():
         names |= {_in_table(name)[0] for name in json.loads(index.read_text())["weight_map"]}

@@ -1,4 +1,4 @@
-"""A draft of a family's table: made, as the text of a file, and as a report."""
+"""Make a draft of a family's table; format it as a source file and as a report."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.weights.drafts.tiny import SMALL, TOKENS, stored_tensors, tiny_model
 
 
 def drafted(name: str, config: dict[str, Any]) -> tuple[Draft, list[dict[str, Any]]]:
-    """Return the draft of a family, and changes of its configuration that it would pass over.
+    """Return the draft of a family, and configuration changes that it would ignore.
 
     Args:
-        config: Of the tiny model.
+        config: Configuration of the tiny model.
     """
     from transformers.utils import logging as messages
 
-    messages.set_verbosity_error()  # of values that are tried
+    messages.set_verbosity_error()  # silences errors about tried values
     messages.disable_progress_bar()
     model = tiny_model(config)
     draft = draft_of(name, stored_tensors(model), config)
@@ -44,7 +44,7 @@ def drafted(name: str, config: dict[str, Any]) -> tuple[Draft, list[dict[str, An
 
 
 def _tensors(config: dict[str, Any]) -> set[str] | None:
-    """Names of the tensors of a configuration's model; None where transformers refuses it."""
+    """Tensor names of a configuration's model; ``None`` if transformers refuses it."""
     try:
         return set(tiny_model(config).state_dict())
     except ArchitectureError:
@@ -52,7 +52,7 @@ def _tensors(config: dict[str, Any]) -> set[str] | None:
 
 
 def source(draft: Draft) -> str:
-    """Return the file of a draft: a table in the form of ``megarl/weights/architectures``."""
+    """Return the source file of a draft: a table in the form of ``megarl/weights/architectures``."""
     groups = sorted({name.partition("[")[0] for name in (*draft.groups, *draft.vllm)})
     rows = [f"        *{name}," for name in draft.groups]
     logicals: dict[int, str] = {}
@@ -103,7 +103,7 @@ def source(draft: Draft) -> str:
 
 
 def _call(rule: Any) -> str:
-    """Call that makes a rule, with what is not usual; "" for the usual one."""
+    """Constructor call of a rule with its non-default values; "" if all are defaults."""
     given = [f"{one.name}={value!r}" for one in fields(rule) if (value := getattr(rule, one.name)) != one.default]
     return f"{type(rule).__name__}({', '.join(given)})" if given else ""
 
@@ -122,10 +122,10 @@ def _param(row: Param, logicals: Mapping[int, str]) -> str:
 
 
 def report(draft: Draft, config: Mapping[str, Any], unread: list[dict[str, Any]], beside: list[str]) -> Iterator[str]:
-    """Lines that say what the draft has, what it could not place, and what is to do next.
+    """Yield lines with the rows found, the tensors not placed, and the next steps.
 
     Args:
-        unread: Changes of config.json that change transformers' logits and that the draft passes over.
+        unread: Changes of config.json that change transformers' logits but are ignored by the draft.
         beside: Names in the checkpoint's files that transformers does not read.
     """
     yield f"rows of blocks.py: {', '.join(draft.groups) or 'none'}"

@@ -1,1 +1,1 @@
-"""Layouts of a tensor's elements over ranks, and plans of transfers between two of them. No Megatron, no vLLM."""
+"""Layouts of tensor elements over ranks, and transfer plans between two layouts. No Megatron, no vLLM."""

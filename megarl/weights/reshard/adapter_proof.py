@@ -1,8 +1,7 @@
-"""Proof that what is delivered of a model with adapters is what its W, A and B make.
+"""Proof that the delivered tensors of a model with adapters equal the result of its W, A and B.
 
-Digests compare what an engine has with what was sent. This compares what is sent with the tensors that the trainer
-computes with, by arithmetic of its own: an adapter that is left out, is old, is scaled twice, or is merged in bfloat16
-is found before an engine has it.
+Digests compare an engine's tensors with the sent ones. This module compares sent tensors with the trainer's by separate
+arithmetic. It finds an adapter that is missing, stale, scaled twice or merged in bfloat16 before an engine receives it.
 """
 
 from __future__ import annotations
@@ -20,21 +19,21 @@ from megarl.weights.reshard.adapters import AdaptedModel, LocalAdapter, MergedTe
 from megarl.weights.reshard.plan import ReshardPlan
 
 ROWS = 16
-"""Rows of a merged tensor that are computed again."""
+"""Number of rows of a merged tensor to recompute."""
 STACKED = 4
-"""Experts of a stack of which rows are computed again."""
+"""Number of experts of a stack with recomputed rows."""
 ROUNDING = 2.0**-23
-"""Relative error of one operation in float32, with room for a kernel's own order of sums."""
+"""Relative error of one float32 operation, with a margin for a kernel's order of summation."""
 
 
 class ProvenTensors(Mapping[str, torch.Tensor]):
-    """Tensors of a model with adapters as they are delivered, each compared when it is asked for first.
+    """Delivered tensors of a model with adapters; each is checked at its first access.
 
-    ``[]`` raises WeightsDiffer where a tensor is not W + scale · B·A, rounded once, or not A or scale · B.
+    ``[]`` raises WeightsDiffer if a tensor is not W + scale · B·A, rounded once, or not A or scale · B.
 
     Args:
         tensors: Tensors to deliver.
-        turn: Number of the delivery: it chooses the rows that are computed again.
+        turn: Number of the delivery; it selects the rows to recompute.
     """
 
     def __init__(self, tensors: MergedTensors | SeparateTensors, turn: int) -> None:
@@ -56,7 +55,7 @@ class ProvenTensors(Mapping[str, torch.Tensor]):
 
     @property
     def unmerged(self) -> Mapping[str, torch.Tensor]:
-        """``unmerged`` of the tensors."""
+        """``unmerged`` of the wrapped tensors."""
         return self._tensors.unmerged
 
     def _prove(self, name: str, found: torch.Tensor) -> None:
@@ -67,17 +66,17 @@ class ProvenTensors(Mapping[str, torch.Tensor]):
         elif isinstance(self._tensors, MergedTensors) and name in model.adapters:
             check_merged(name, found, model, self._turn)
         elif found is not model.own[name] and not torch.equal(found, model.own[name]):
-            raise WeightsDiffer(f"{name} is sent otherwise than the trainer has it: it has no adapter of its own")
+            raise WeightsDiffer(f"{name} is sent otherwise than the trainer has it: it has no adapter")
 
 
 @torch.no_grad()
 def check_merged(name: str, found: torch.Tensor, model: AdaptedModel, turn: int) -> None:
-    """Compute some rows of a merged tensor again, in float64. Raises WeightsDiffer.
+    """Recompute some rows of a merged tensor in float64. Raises WeightsDiffer.
 
     Args:
         name: Local name of W.
         found: The merged tensor.
-        turn: Number that chooses the rows.
+        turn: Number that selects the rows.
     """
     adapters = sorted(model.adapters[name], key=attrgetter("lead"))
     stacks = [(lead, list(own)) for lead, own in groupby(adapters, key=attrgetter("lead"))]
@@ -94,7 +93,7 @@ def check_merged(name: str, found: torch.Tensor, model: AdaptedModel, turn: int)
 def _rows_with(
     base: torch.Tensor, adapters: Sequence[LocalAdapter], factors: Mapping[str, torch.Tensor], rows: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of W + scale · B·A in float64, and the sum of the sizes of what is added in each element."""
+    """Return rows of W + scale · B·A in float64, and the sum of absolute values of each element's terms."""
     exact = base[rows.to(base.device)].double()
     size = exact.abs()
     for adapter in adapters:
@@ -116,7 +115,7 @@ def _rows_with(
 
 
 def _spread(count: int, most: int, turn: int) -> list[int]:
-    """At most ``most`` of ``count`` places, evenly spread; others with each turn."""
+    """Choose at most ``most`` of ``count`` indices, evenly spread; different ones for each turn."""
     step, first = max(1, count // most), random.Random(turn).randrange(count)
     return sorted({(first + number * step) % count for number in range(min(count, most))})
 
@@ -125,11 +124,11 @@ def _spread(count: int, most: int, turn: int) -> list[int]:
 def check_rounded(
     name: str, what: str, found: torch.Tensor, exact: torch.Tensor, error: torch.Tensor | None = None
 ) -> None:
-    """Compare a tensor with numbers in float64 that it must be, rounded once to its dtype. Raises WeightsDiffer.
+    """Compare a tensor with expected float64 values, rounded once to its dtype. Raises WeightsDiffer.
 
     Args:
-        what: Words for the numbers.
-        error: Largest error of each number before it is rounded; None: that of one operation in float32.
+        what: Description of the values.
+        error: Largest error of each value before rounding; ``None``: the error of one float32 operation.
     """
     room = exact.abs() * ROUNDING if error is None else error
     low, high = (exact - room).to(found.dtype), (exact + room).to(found.dtype)
@@ -144,13 +143,13 @@ def check_rounded(
 
 
 class BaseProof:
-    """Digests of what training must not change of this rank's tensors, taken with the first delivery."""
+    """Digests of this rank's tensors that training must not change, computed at the first delivery."""
 
     def __init__(self) -> None:
         self._first: dict[str, int] | None = None
 
     def check(self, model: AdaptedModel) -> None:
-        """Compare the model itself with that of the first delivery. Raises WeightsDiffer naming a tensor."""
+        """Compare the base model with its state at the first delivery. Raises WeightsDiffer naming a tensor."""
         own = {name: tensor for name, tensor in model.own.items() if name not in model.saved}
         found = slice_digests([(tensor, (0,) * tensor.dim(), tensor.shape) for tensor in own.values()])
         now = dict(zip(own, digest_values(found), strict=True))
@@ -163,12 +162,12 @@ class BaseProof:
 
 
 def check_covered(plan: ReshardPlan, whole: ReshardPlan, rank: int, model: AdaptedModel, *, merged: bool) -> None:
-    """Check that a plan delivers all that training changes of a rank's tensors. Raises WeightsDiffer.
+    """Check that a plan delivers all of a rank's tensors that training changes. Raises WeightsDiffer.
 
     Args:
-        plan: Plan of what training changes.
-        whole: Plan of everything.
-        merged: Adapters are delivered in the model's own tensors.
+        plan: Plan of the tensors that training changes.
+        whole: Plan of all tensors.
+        merged: Adapters are delivered inside the model's tensors.
     """
     trained = {*model.saved, *(model.adapters if merged else model.factors)}
     parts = {part for row, _ in whole.source.rows_of(rank) if row.local in trained for part in row.parts}

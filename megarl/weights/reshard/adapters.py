@@ -1,11 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685) as rows: one A and one B for each logical tensor, cut as that tensor is.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) as layout rows: an A and a B for each logical tensor, sharded like it.
 
-Of a tensor W [out, in] that is cut along its outputs B [out, r] is cut in the same way and A [r, in] is whole; of one
-that is cut along its inputs A is cut and B is whole. The layout of adapters follows from the layout of a model alone:
-Megatron's grid, vLLM's fused shards and PEFT's files are the same few lines.
+If a tensor W [out, in] is split along its outputs, B [out, r] is split likewise and A [r, in] is whole. If W is split
+along its inputs, A is split and B is whole. The layout of adapters follows from the model's layout alone: the same few
+lines serve Megatron's grid, vLLM's fused shards and PEFT's files.
 
-An embedding E [vocabulary, hidden] is a linear layer of one-hot inputs, whose W is the transpose of E. A
-[r, vocabulary] is cut as E is, B [hidden, r] is whole, and scale · (B·A)ᵀ is added to E.
+An embedding E [vocabulary, hidden] is a linear layer of one-hot inputs; its W is the transpose of E. A [r, vocabulary]
+is split like E, B [hidden, r] is whole, and scale · (B·A)ᵀ is added to E.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ WEIGHT = ".weight"
 SCORE = "score.weight"
 """Head of a critic or reward model."""
 LORA = "lora"
-"""First part of the local names of adapters; ``chunk<v>`` comes before it."""
+"""First part of adapters' local names, after ``chunk<v>`` if there is one."""
 EMBEDDING = "model.embed_tokens"
 TOWER = "visual."
-"""Beginning of the names of a vision tower's layers."""
+"""Prefix of names of a vision tower's layers."""
 OUTSIDE = (Stage.FIRST, Stage.VISION, Stage.LAST, Stage.MTP)
-"""Rows that ``all-linear`` leaves out."""
+"""Stages that ``all-linear`` leaves out."""
 
 
 class Factors(NamedTuple):
-    """Adapter of one logical tensor W: what is added to it is ``scale`` · B·A."""
+    """Adapter of one logical tensor W: it adds ``scale`` · B·A to W."""
 
     module: str
     """HF name of W without ``.weight``."""
@@ -75,25 +75,25 @@ class LinearModule(NamedTuple):
     shape: Shape
     """(out, in)."""
     in_all: bool
-    """``all-linear`` stands for it too."""
+    """``all-linear`` includes it."""
     is_embedding: bool = False
     """Its weight is [in, out]."""
 
 
 def names_module(ending: str, module: str) -> bool:
-    """Return True if a target of PEFT's list names this module: all of its name, or the last parts of it."""
+    """True if a target in PEFT's list matches this module: its full name, or its last parts."""
     return module == ending or module.endswith(f".{ending}")
 
 
 def matches_key(key: str, module: str) -> bool:
-    """Return True if a key of ``rank_pattern`` or ``alpha_pattern`` names this module: PEFT takes it as a regular
-    expression for all of the name, or for its last parts."""
+    """True if a key of ``rank_pattern`` or ``alpha_pattern`` matches this module. PEFT matches it as a regular
+    expression against the full name or its last parts."""
     return re.match(rf"(.*\.)?({key})$", module) is not None
 
 
 def saves_tensor(ending: str, tensor: str) -> bool:
-    """Return True if a module of ``modules_to_save`` has this tensor. PEFT takes every module whose name ends so, in
-    the middle of a word too: ``norm`` stands for all norms, ``model.norm`` for the last one."""
+    """True if ``ending``, from ``modules_to_save``, matches this tensor's module. PEFT matches suffixes, also within
+    words: ``norm`` matches all norms, ``model.norm`` the last one."""
     module = tensor.rpartition(".")[0]
     while module and not module.endswith(ending):
         module = module.rpartition(".")[0]
@@ -101,9 +101,9 @@ def saves_tensor(ending: str, tensor: str) -> bool:
 
 
 def linear_modules(hf_config: HFConfig, head: Head = "lm") -> dict[str, LinearModule]:
-    """HF name of each linear layer that may have an adapter, in the order of layers; the embedding comes first.
+    """HF name of each linear layer that may have an adapter, in layer order; the embedding comes first.
 
-    Neither the embedding nor the output layer of a model that computes logits with its embedding is there.
+    If the output weight is tied, neither embedding nor output layer is included.
     """
     arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
@@ -114,7 +114,7 @@ def linear_modules(hf_config: HFConfig, head: Head = "lm") -> dict[str, LinearMo
         if sizes.tied and param.stage in (Stage.FIRST, Stage.LAST):
             continue
         is_embedding = param.stage is Stage.FIRST
-        # An output layer's row has the embedding as its second part, for models that compute logits with it.
+        # In an output layer's row the second part is the embedding, for models with tied weights.
         for part in param.hf[:1] if param.op is Op.TIED else param.hf:
             shape = part.shape(sizes)
             if len(shape) == 2 and 0 not in shape and part.name.endswith(WEIGHT):
@@ -130,9 +130,9 @@ def linear_modules(hf_config: HFConfig, head: Head = "lm") -> dict[str, LinearMo
 
 
 def factors_of(hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> dict[str, Factors]:
-    """HF name of each adapted tensor -> its adapter, in the order of layers. A layer of ``modules_to_save`` has none.
+    """HF name of each adapted tensor -> adapter, in layer order, without layers of ``modules_to_save``.
 
-    Raises ConfigError for a target, or a key of a pattern, that names no linear layer of the model.
+    Raises ConfigError for a target or pattern key that matches no linear layer of the model.
     """
     linear, name = linear_modules(hf_config, head), architecture(hf_config, head).name
     targets = [target for target in lora.targets if target != ALL_LINEAR]
@@ -175,7 +175,7 @@ def _check_named(
 
 
 def saved_whole(tensors: Mapping[str, Shape], lora: LoraConfig) -> list[str]:
-    """HF names of the tensors that ``modules_to_save`` trains whole. Raises ConfigError for a name of none."""
+    """HF names of the tensors that ``modules_to_save`` trains. Raises ConfigError for a name without a match."""
     found: dict[str, None] = {}
     for ending in lora.modules_to_save:
         own = [name for name in tensors if saves_tensor(ending, name)]
@@ -186,22 +186,22 @@ def saved_whole(tensors: Mapping[str, Shape], lora: LoraConfig) -> list[str]:
 
 
 def trained_whole(tensors: Mapping[str, Shape], lora: LoraConfig, head: Head) -> list[str]:
-    """HF names of the model's own tensors that are trained beside the adapters: those of ``saved_whole``, and the score
-    head of a critic or reward model. Raises as ``saved_whole``."""
+    """HF names of the base model's tensors that are trained with the adapters: ``saved_whole``, and the score head of a
+    critic or reward model. Raises ConfigError as ``saved_whole`` does."""
     return list(dict.fromkeys([*saved_whole(tensors, lora), *([SCORE] if head == "score" else [])]))
 
 
 class TrainedPart(NamedTuple):
-    """Parameters of a model with adapters."""
+    """Parameter counts of a model with adapters."""
 
     trained: int
-    """Parameters of the adapters, and those that are trained whole beside them."""
+    """Parameters of adapters and of fully trained tensors."""
     every: int
-    """Those and the model's own."""
+    """All parameters of the model and its adapters."""
 
     @classmethod
     def of(cls, hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> Self:
-        """Count them from shapes. Raises ConfigError as ``factors_of``."""
+        """Count parameters from shapes. Raises ConfigError as ``factors_of`` does."""
         tensors = architecture(hf_config, head).tensors(hf_config)
         factors = factors_of(hf_config, lora, head)
         added = sum(own.rank * sum(own.shape) for own in factors.values())
@@ -221,9 +221,9 @@ def file_shapes(factors: Iterable[Factors]) -> dict[str, Shape]:
 
 
 def file_layout(base: Layout, adapters: Layout, saved: Collection[str]) -> Layout:
-    """Layout of all that PEFT's files have: the adapters, and the model's own tensors ``saved``.
+    """Layout of all tensors in PEFT's files: the adapters, and the base model's tensors ``saved``.
 
-    Raises ConfigError where Megatron has a saved tensor in one with others that are not saved.
+    Raises ConfigError if Megatron fuses a saved tensor with unsaved ones.
     """
     rows = [row for row in base.rows if not set(saved).isdisjoint(row.parts)]
     for row in rows:
@@ -239,19 +239,19 @@ def file_layout(base: Layout, adapters: Layout, saved: Collection[str]) -> Layou
 
 
 def local_name(base: str, leaf: str, which: str) -> str:
-    """Local name of an A or B (``which``) beside the base tensor of a local name."""
+    """Local name of an A or B (``which``), derived from the base tensor's local name."""
     chunk, _, rest = base.partition(".") if base.startswith("chunk") else ("", "", base)
     prefix = f"{chunk}.{LORA}" if chunk else LORA
     return f"{prefix}.{rest.removesuffix(WEIGHT)}.{leaf}.{which}"
 
 
 def is_adapter(local: str) -> bool:
-    """Return True for a local name of an A or B."""
+    """True for a local name of an A or B."""
     return LORA in local.split(".", 2)[:2]
 
 
 def adapter_layout(base: Layout, factors: Mapping[str, Factors]) -> Layout:
-    """Layout of the A's and B's of a model whose own tensors lie as in ``base``."""
+    """Layout of the A's and B's of a model with the layout ``base``."""
     whole: dict[Owners, Owners] = {}
 
     def everyone(owners: Owners) -> Owners:
@@ -282,7 +282,7 @@ def adapter_layout(base: Layout, factors: Mapping[str, Factors]) -> Layout:
 
 
 def _by_input(row: LayoutRow, own: Factors) -> bool:
-    """True if a row cuts W along its inputs."""
+    """True if a row splits W along its inputs."""
     return (row.axis == 1) != own.is_embedding
 
 
@@ -291,7 +291,7 @@ def _uncut(size: int) -> Split:
 
 
 def _of_part(split: Split, part: int) -> Split:
-    """The share of one part by itself: its elements one after the other, and its padding where it is the only part."""
+    """Share of one part alone: its elements concatenated, with padding if it is the only part."""
     spans, at = [], 0
     for number, low, high, _ in split.spans:
         if number == part:
@@ -310,12 +310,12 @@ class LocalAdapter:
     """Local name of A."""
     b: str
     places: tuple[tuple[int, int], ...]
-    """Runs [begin, end) of rows of the base tensor, or of an embedding's columns, that B's rows are for, in B's order;
-    all of them where W is cut along its inputs."""
+    """Ranges [begin, end) of base-tensor rows (embedding: columns) matching B's rows, in B's order; all if W is split
+    along its inputs."""
     by_input: bool
-    """W is cut along its inputs."""
+    """W is split along its inputs."""
     lead: tuple[int, ...] = ()
-    """Place of the tensor in a stack."""
+    """Index of the tensor in a stack."""
 
     @property
     def rows(self) -> int:
@@ -324,7 +324,7 @@ class LocalAdapter:
 
 
 def local_adapters(base: Layout, factors: Mapping[str, Factors], rank: int) -> dict[str, list[LocalAdapter]]:
-    """Local name of each adapted base tensor of a rank -> its adapters, in the order of its parts."""
+    """Local name of each adapted base tensor of a rank -> its adapters, in the order of the tensor's parts."""
     found: dict[str, list[LocalAdapter]] = {}
     for row, share in base.rows_of(rank):
         for place, tensor in enumerate(row.parts):
@@ -349,13 +349,13 @@ class AdaptedModel:
     """A rank's tensors of a model with adapters."""
 
     own: Mapping[str, torch.Tensor]
-    """Local name -> tensor of the model itself."""
+    """Local name -> tensor of the base model."""
     factors: Mapping[str, torch.Tensor]
     """Local name -> A or B."""
     adapters: Mapping[str, list[LocalAdapter]]
     """Result of ``local_adapters``."""
     saved: frozenset[str] = frozenset()
-    """Names of those of ``own`` that are trained too."""
+    """Names in ``own`` that are trained too."""
 
     @property
     def trained(self) -> dict[str, torch.Tensor]:
@@ -363,33 +363,33 @@ class AdaptedModel:
         return {name: self.own[name] for name in self.own if name in self.saved} | dict(self.factors)
 
     def kept(self) -> AdaptedModel:
-        """The same with copies in host memory of what training changes."""
+        """Return a copy with its trained tensors in host memory."""
         copies = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self.trained.items()}
         own = {name: copies.get(name, tensor) for name, tensor in self.own.items()}
         return AdaptedModel(own, {name: copies[name] for name in self.factors}, self.adapters, self.saved)
 
 
 class MergedTensors(Mapping[str, torch.Tensor]):
-    """Local tensors of a model with its adapters in them: W + scale · B·A in float32, rounded once to W's dtype.
+    """Local tensors of a model with merged adapters: W + scale · B·A in float32, rounded once to W's dtype.
 
-    A merged tensor is computed when it is asked for, and the last few are kept.
+    A merged tensor is computed on access, and the last few are cached.
     """
 
     KEPT = 2
 
     def __init__(self, model: AdaptedModel) -> None:
         self.model = model
-        self._made: dict[str, torch.Tensor] = {}
+        self.made: dict[str, torch.Tensor] = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         base, adapters = self.model.own[name], self.model.adapters.get(name)
         if adapters is None:
             return base
-        if name not in self._made:
-            while len(self._made) >= self.KEPT:
-                self._made.pop(next(iter(self._made)))
-            self._made[name] = merged(base, adapters, self.model.factors)
-        return self._made[name]
+        if name not in self.made:
+            while len(self.made) >= self.KEPT:
+                self.made.pop(next(iter(self.made)))
+            self.made[name] = merged(base, adapters, self.model.factors)
+        return self.made[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.model.own)
@@ -399,21 +399,21 @@ class MergedTensors(Mapping[str, torch.Tensor]):
 
     @property
     def unmerged(self) -> Mapping[str, torch.Tensor]:
-        """Tensors of the same names and shapes, which are there without a computation."""
+        """Tensors of the same names and shapes, available without computation."""
         return self.model.own
 
 
 class SeparateTensors(Mapping[str, torch.Tensor]):
-    """Local tensors of a model, and beside them A and scale · B of its adapters, as vLLM computes with them."""
+    """Local tensors of a model, and A and scale · B of its adapters as separate tensors, as vLLM uses them."""
 
     def __init__(self, model: AdaptedModel) -> None:
         self.model = model
-        self._scales = {each.b: each.factors.scale for group in model.adapters.values() for each in group}
+        self.scales = {each.b: each.factors.scale for group in model.adapters.values() for each in group}
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name not in self.model.factors:
             return self.model.own[name]
-        factor, scale = self.model.factors[name], self._scales.get(name)
+        factor, scale = self.model.factors[name], self.scales.get(name)
         return factor if scale is None else (factor.to(torch.float32) * scale).to(factor.dtype)
 
     def __iter__(self) -> Iterator[str]:
@@ -424,7 +424,7 @@ class SeparateTensors(Mapping[str, torch.Tensor]):
 
     @property
     def unmerged(self) -> Mapping[str, torch.Tensor]:
-        """Tensors of the same names and shapes, which are there without a computation."""
+        """Tensors of the same names and shapes, available without computation."""
         return {**self.model.own, **self.model.factors}
 
 
@@ -432,14 +432,13 @@ Adapted = MergedTensors | SeparateTensors
 
 
 def beside(base: Layout, adapters: Layout) -> Layout:
-    """Layout of a model's own tensors and of its adapters."""
+    """Layout of a model's tensors and its adapters."""
     tensors = {**base.tensors, **adapters.tensors}
     return Layout(base.name, tensors, base.num_ranks, (*base.rows, *adapters.rows), base.dtypes)
 
 
 def rewritten(destination: Layout, factors: Mapping[str, Factors], saved: Iterable[str] = ()) -> set[str]:
-    """Logical tensors that an engine is given again where those of ``factors`` and ``saved`` have changed: all that lie
-    in one of its modules with one of these."""
+    """Logical tensors to send again after changes in ``factors`` and ``saved``: all in the same engine modules."""
 
     def module(local: str) -> str:
         return local.rpartition(".")[0]
@@ -451,25 +450,25 @@ def rewritten(destination: Layout, factors: Mapping[str, Factors], saved: Iterab
 
 @dataclass(frozen=True)
 class AdapterDelivery:
-    """Way of a model's adapters to engines: in the model's own tensors, or as tensors of their own."""
+    """Delivery of adapters to engines: merged into the model's tensors, or as separate tensors."""
 
     factors: Mapping[str, Factors]
     saved: tuple[str, ...]
-    """HF names of the model's own tensors that are trained too."""
+    """HF names of the base model's tensors that are trained too."""
     separate: bool
 
     @classmethod
     def of(cls, hf_config: HFConfig, lora: LoraConfig, *, separate: bool) -> AdapterDelivery:
-        """The way of a language model's adapters, computed from settings alone: equal on both sides."""
+        """Build from settings alone, so that both sides get the same result."""
         tensors = architecture(hf_config).tensors(hf_config)
         return cls(factors_of(hf_config, lora), tuple(saved_whole(tensors, lora)), separate)
 
     def layout(self, base: Layout) -> Layout:
-        """Layout of all that one side has."""
+        """Layout of all tensors on one side."""
         return beside(base, adapter_layout(base, self.factors)) if self.separate else base
 
     def changed(self, destination: Layout) -> set[str]:
-        """Logical tensors of an engine's layout that training changes, and those written together with them."""
+        """Logical tensors of an engine's layout that training changes, and tensors written together with them."""
         if not self.separate:
             return rewritten(destination, self.factors, self.saved)
         own = {name for each in self.factors.values() for name in (each.a, each.b)}
@@ -480,12 +479,12 @@ class AdapterDelivery:
 def merged(
     base: torch.Tensor, adapters: list[LocalAdapter], factors: Mapping[str, torch.Tensor], sign: float = 1.0
 ) -> torch.Tensor:
-    """Copy of a local tensor with ``sign`` times its adapters added in float32, in its own dtype."""
+    """Copy of a local tensor, in its dtype, with ``sign`` times its adapters added in float32."""
     whole = base.to(torch.float32, copy=True)
     for adapter in adapters:
         a, b = (factors[name][adapter.lead].to(whole) for name in (adapter.a, adapter.b))
         into = whole[adapter.lead]
-        # Computed transposed, in the order in which an embedding lies in memory.
+        # Computed transposed, in the memory order of an embedding.
         into, product = (into.t(), (a.t() @ b.t()).t()) if adapter.factors.is_embedding else (into, b @ a)
         at = 0
         for begin, end in adapter.places:

@@ -1,6 +1,6 @@
-"""Axis-aligned boxes of elements: the only geometry that resharding needs.
+"""Axis-aligned boxes of elements: the only geometry in resharding.
 
-A box is one half-open interval (lo, hi) per axis. Every function here is pure and knows nothing about models.
+A box is one half-open interval (lo, hi) per axis. Every function here is pure and independent of models.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def volume(box: Box) -> int:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """The common elements, or None."""
+    """Common elements, or ``None``."""
     out = []
     for (a_lo, a_hi), (b_lo, b_hi) in zip(a, b, strict=True):
         lo, hi = max(a_lo, b_lo), min(a_hi, b_hi)
@@ -44,31 +44,30 @@ def intersect(a: Box, b: Box) -> Box | None:
 
 
 def contains(outer: Box, inner: Box) -> bool:
-    """Return True if ``inner`` lies in ``outer``."""
+    """True if ``inner`` is inside ``outer``."""
     return len(outer) == len(inner) and all(o[0] <= i[0] <= i[1] <= o[1] for o, i in zip(outer, inner, strict=True))
 
 
 def at(start: Shape, extents: Shape) -> Box:
-    """The box of ``extents`` that begins at ``start``. Leading axes that only ``start`` has are single indices (the
-    expert axis of a stacked tensor)."""
+    """Box of ``extents`` at ``start``. Extra leading axes of ``start`` are single indices (experts of a stack)."""
     lead = len(start) - len(extents)
     return tuple((s, s + (1 if axis < lead else extents[axis - lead])) for axis, s in enumerate(start))
 
 
 def index_of(start: Shape, extents: Shape) -> tuple[int | slice, ...]:
-    """Index of a tensor that gives the view of shape ``extents`` at ``start``; leading single indices are dropped."""
+    """Index for the view of shape ``extents`` at ``start``; leading single indices are dropped."""
     lead = len(start) - len(extents)
     return (*start[:lead], *(slice(s, s + n) for s, n in zip(start[lead:], extents, strict=True)))
 
 
 def shifted(start: Shape, by: Shape) -> Shape:
-    """``start`` moved by an offset within a box; leading single indices stay."""
+    """``start`` moved by an offset within a box; leading single indices stay unchanged."""
     lead = len(start) - len(by)
     return (*start[:lead], *(s + d for s, d in zip(start[lead:], by, strict=True)))
 
 
 def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """Indices of two boxes that share an element, or None. Sweeps along axis 0, so disjoint rows cost O(n log n)."""
+    """Indices of two boxes that share an element, or ``None``. Sweeps along axis 0: disjoint rows cost O(n log n)."""
     order = sorted(range(len(boxes)), key=lambda i: boxes[i])
     active: list[int] = []
     for i in order:
@@ -81,8 +80,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def split(box: Box, limit: int) -> Iterator[Box]:
-    """Cut a box, in row-major order, into boxes of at most ``limit`` elements: by rows, and within a row where one is
-    too long."""
+    """Split a box, in row-major order, into boxes of at most ``limit`` elements: by rows, and within long rows."""
     if volume(box) <= limit:
         yield box
         return

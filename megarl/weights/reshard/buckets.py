@@ -1,4 +1,4 @@
-"""Buckets: the messages of a plan, cut alike by both sides and put into one global order."""
+"""Buckets: the messages of a plan, split identically on both sides, in one global order."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ from megarl.weights.reshard.plan import Move, ReshardPlan
 from megarl.weights.reshard.wants import Kind
 
 _ALIGNMENT = 16
-"""Bytes; every dtype may be viewed at a multiple of it."""
+"""Alignment in bytes; every dtype may be viewed at a multiple of it."""
 HEADER = _ALIGNMENT
-"""Bytes in front of a bucket's elements: its number among those of its channel, and the channel's code (int64)."""
+"""Bytes before a bucket's elements: its number in its channel, and the channel's code (int64)."""
 
 
 class MessageChannel(NamedTuple):
-    """A source rank and the destination ranks (ascending) to which it sends the same messages."""
+    """A source rank and the destination ranks (ascending) that receive the same messages from it."""
 
     src: int
     dsts: tuple[int, ...]
 
     @property
     def code(self) -> int:
-        """64-bit number that tells the channel from others of its source rank."""
+        """64-bit number that identifies the channel among its source rank's channels."""
         return int.from_bytes(hashlib.blake2b(repr(self.dsts).encode(), digest_size=8).digest(), "little", signed=True)
 
 
 class BucketSlice(NamedTuple):
-    """Elements ``box`` (within the move's box, in logical coordinates); they lie row-major in the bucket from byte
-    ``offset`` on."""
+    """Elements ``box`` (inside the move's box, logical coordinates), row-major in the bucket from ``offset`` on."""
 
     move: Move
     box: Box
@@ -50,7 +49,7 @@ class Bucket(NamedTuple):
     nbytes: int
     slices: tuple[BucketSlice, ...]
     number: int = 0
-    """Among those of its channel."""
+    """Number within its channel."""
 
     def __str__(self) -> str:
         tensors = list(dict.fromkeys(slice_.move.tensor for slice_ in self.slices))
@@ -61,13 +60,13 @@ class Bucket(NamedTuple):
 
 
 def wire_dtype(layout: Layout, tensor: str, dtype: torch.dtype) -> torch.dtype:
-    """Dtype in which a logical tensor travels and is digested: its own dtype, or ``dtype``."""
+    """Dtype for sending and digesting a logical tensor: its fixed dtype, or ``dtype``."""
     own = layout.dtype_of(tensor)
     return dtype if own is None else getattr(torch, own)  # type: ignore[no-any-return]
 
 
 def bytes_of(layout: Layout, dtype: torch.dtype) -> int:
-    """Bytes of all ranks of a layout together, each tensor in the dtype in which it travels."""
+    """Total bytes of all ranks of a layout, each tensor in its wire dtype."""
     return sum(
         boxes.volume(piece.box) * len(ranks) * wire_dtype(layout, piece.tensor, dtype).itemsize
         for row in layout.rows
@@ -77,18 +76,17 @@ def bytes_of(layout: Layout, dtype: torch.dtype) -> int:
 
 
 def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: torch.dtype) -> list[Bucket]:
-    """The buckets of these moves (all of every channel that they are on), at most ``capacity`` bytes each, in the
-    global order.
+    """Buckets of these moves (all moves of their channels), at most ``capacity`` bytes each, in global order.
 
-    A destination is filled window by window: a run of its modules, in order, that makes one bucket at least. An engine
-    has a second copy of every module that is begun and not complete, so what is begun is kept to one window. Windows
-    that come from different pipeline stages take turns; within a window channels are interleaved by the distance
-    between their ends, so that neighbouring buckets have different senders and receivers.
+    A destination is filled in windows: consecutive modules that fill at least one bucket. An engine has a second copy
+    of every incomplete module, so only one window is open at a time. Windows from different pipeline stages alternate.
+    Within a window, channels are interleaved by the distance between their ends, so that neighbouring buckets have
+    different senders and receivers.
     """
     channels: dict[MessageChannel, list[Move]] = defaultdict(list)
     for move in moves:
         of_channel = channels[MessageChannel(move.src, move.dsts)]
-        if not of_channel or of_channel[0].dst == move.dst:  # the others' are the same
+        if not of_channel or of_channel[0].dst == move.dst:  # the other destinations' moves are the same
             of_channel.append(move)
     span = max(plan.source.num_ranks, plan.destination.num_ranks)
     turns = _Turns(plan, capacity, dtype)
@@ -102,7 +100,7 @@ def buckets_of(plan: ReshardPlan, moves: Iterable[Move], capacity: int, dtype: t
 
 
 def numbered(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """Each with its number, and after all of them the end of each channel."""
+    """Number the buckets of each channel; append each channel's end after all buckets."""
     counts: dict[MessageChannel, int] = defaultdict(int)
     found = []
     for bucket in buckets:
@@ -112,7 +110,7 @@ def numbered(buckets: Iterable[Bucket]) -> list[Bucket]:
 
 
 class _Turns:
-    """Turn in which a rank's local tensor is filled; the same for ranks that hold the same."""
+    """Turn for filling each local tensor of a rank; equal for ranks with the same tensors."""
 
     def __init__(self, plan: ReshardPlan, capacity: int, dtype: torch.dtype) -> None:
         self.plan = plan
@@ -121,7 +119,7 @@ class _Turns:
         self.known: dict[Kind, dict[str, int]] = {}
 
     def split(self, dst: int, moves: Iterable[Move]) -> dict[int, list[Move]]:
-        """Turn -> those of the moves to ``dst`` that it has."""
+        """Turn -> its share of the moves to ``dst``."""
         kind = self.plan.destination.kind(dst)
         if kind not in self.known:
             windows = self._windows(dst)
@@ -132,7 +130,7 @@ class _Turns:
         return found
 
     def _windows(self, dst: int) -> list[tuple[str, list[str]]]:
-        """(first logical tensor, local tensors) of each window."""
+        """Return (first logical tensor, local tensors) of each window."""
         layout, windows = self.plan.destination, list[tuple[str, list[str]]]()
         filled, module, seen = 0, "", set[str]()
         for row, share in layout.rows_of(dst):
@@ -148,7 +146,7 @@ class _Turns:
         return windows
 
     def _in_turn(self, windows: list[tuple[str, list[str]]]) -> list[list[str]]:
-        """Local tensors of each window, in an order in which those of every source stage come at even distances."""
+        """Local tensors of each window, ordered so that the windows of every source stage are evenly spaced."""
         stages: dict[int, list[list[str]]] = defaultdict(list)
         for first, window in windows:
             stages[self.plan.source.rows_with[first][0].owners.ranks[0][0]].append(window)

@@ -1,7 +1,6 @@
-"""Weights from one model to another in the same processes: critic from actor, reference from actor.
+"""Copy weights between models in the same processes: actor to critic, actor to reference.
 
-The two may be cut for different grids of the same ranks, have different dtypes, and differ in the tensors that are
-named.
+The models may have different grids over the same ranks, different dtypes, and different tensors listed in ``left_out``.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _FAILURE = (
 
 @dataclass(frozen=True)
 class CopyReport:
-    """The same on every rank."""
+    """Result of a copy, the same on every rank."""
 
     left_out: tuple[str, ...]
-    """Logical tensors that only one of the two models has: in the destination they are as they were."""
+    """Logical tensors in only one of the two models; unchanged in the destination."""
     tensors: int
-    """Logical tensors that were copied."""
+    """Number of logical tensors copied."""
     digests: int
-    """Compared: one for each tensor of each destination rank."""
+    """Number of digests compared: one for each tensor of each destination rank."""
 
 
 def copy_weights(
@@ -53,28 +52,25 @@ def copy_weights(
     group: dist.ProcessGroup | None = None,
     transport: Transport | None = None,
 ) -> CopyReport:
-    """Write the destination model's weights from the source model's, and prove that they are the same. Every rank calls
-    it.
+    """Copy the source model's weights to the destination model and verify them. Every rank calls it.
 
-    Extra memory is four buckets at most, on the host: NCCL has one queue for both directions between two ranks, in
-    which one that expects a message before it sends its own would wait forever.
+    Extra memory is at most four buckets. They are on the host because NCCL has one queue for both directions between
+    two ranks: a rank that expects a message before sending would wait forever.
 
-    The elements are cast to the destination's dtype on the way and compared as they are there afterwards: the digests
-    that the senders made of what they sent against digests of what is in the tensors now. A model with an optimizer
-    must be notified afterwards (``weights_changed``).
+    Elements are cast to the destination's dtype on the way. Afterwards, digests of the sent elements are compared with
+    digests of the destination tensors. Notify a model with an optimizer afterwards (``weights_changed``).
 
     Args:
-        source, destination: Layouts of both models over the ranks of ``group`` (None: the default group).
+        source, destination: Layouts of both models over the ranks of ``group`` (``None``: the default group).
         source_tensors, destination_tensors: Local name -> tensor on this rank, shaped as in the layouts.
         bucket_bytes: Most bytes of one message.
-        left_out: Logical tensors that need not be in both models. Those that are in one only stay out of it, and are
-            reported.
-        transport: How messages travel (None: point to point within ``group``).
+        left_out: Logical tensors that may be in only one model; then they are not copied, but reported.
+        transport: Transport of messages (``None``: point to point within ``group``).
 
     Raises:
-        PlanError: a tensor that is not in ``left_out`` is missing on one side or has another shape there, the layouts
-            have different numbers of ranks, or the tensors are not the layout's. Nothing has been written then.
-        WeightSyncError: on every rank, naming tensors and ranks whose digests differ.
+        PlanError: a tensor outside ``left_out`` is missing or misshapen on one side, the layouts' numbers of ranks
+            differ, or tensors do not match a layout. Nothing was written then.
+        WeightSyncError: on every rank, naming tensors and ranks with different digests.
     """
     plan, missing = _plan(source, destination, frozenset(left_out))
     dtype = _check_destination(destination, rank, destination_tensors)
@@ -92,9 +88,9 @@ def copy_weights(
     return CopyReport(missing, len(plan.destination.tensors), count)
 
 
-@lru_cache(maxsize=4)  # a reference is refreshed again and again; layouts are compared by identity
+@lru_cache(maxsize=4)  # a reference is refreshed repeatedly; layouts are compared by identity
 def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tuple[ReshardPlan, tuple[str, ...]]:
-    """The plan for what both have, and the names of the rest."""
+    """Return the plan for the common tensors, and the names of all others."""
     if source.num_ranks != destination.num_ranks:
         raise PlanError(
             f"weights go from {source.name} with {source.num_ranks} ranks to {destination.name} with "
@@ -114,8 +110,7 @@ def _plan(source: Layout, destination: Layout, left_out: frozenset[str]) -> tupl
 
 
 def _check_destination(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
-    """The dtype of the model. Raises PlanError unless the tensors are the layout's, all of this dtype but for those
-    with their own."""
+    """Return the model's dtype. Raises PlanError unless tensors match the layout and have this or their fixed dtype."""
     own = {row.local: layout.dtype_of(row.parts[0]) for row, _ in layout.rows_of(rank)}
     shapes = layout.local_shapes(rank)
     dtypes = [tensors[local].dtype for local in shapes if local in tensors and own[local] is None]
@@ -132,7 +127,7 @@ def _check_destination(layout: Layout, rank: int, tensors: Mapping[str, torch.Te
 
 
 def _compare(plan: ReshardPlan, sent: Digests, found: Digests, group: dist.ProcessGroup | None) -> int:
-    """Number of digests; rank 0 compares them and sends the result to the others."""
+    """Compare digests on rank 0, and send the result to the other ranks. Return the number of digests."""
     is_first = dist.get_rank(group) == 0
     answers: list[tuple[Digests, Digests] | None] | None = [None] * dist.get_world_size(group) if is_first else None
     dist.gather_object((sent, found), answers, group=group, group_dst=0)

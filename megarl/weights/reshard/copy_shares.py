@@ -1,4 +1,4 @@
-"""Division of what replicas need among the data-parallel copies that have it: arithmetic on positions of elements."""
+"""Divide the elements that replicas need among data-parallel copies: arithmetic on element positions."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from megarl.weights.reshard.wants import Want
 
 
 class Share(NamedTuple):
-    """Elements that a source rank sends to several destination ranks alike, up to the next share."""
+    """Elements that a source rank sends to several destination ranks, up to the next share."""
 
     start: int
-    """Position of its first element among those that are wanted of the same copies."""
+    """Position of the first element in the sequence wanted from the same copies."""
     src: int
     dsts: tuple[int, ...]
-    """Destination ranks, ascending, that take these elements from ``src``."""
+    """Destination ranks, ascending, that receive these elements from ``src``."""
 
 
 def shares_of(dst: int, takers: Sequence[int], copies: Sequence[int], total: int) -> list[Share]:
-    """Shares in which ``dst`` takes ``total`` elements, in order.
+    """Return the shares, in order, in which ``dst`` receives ``total`` elements.
 
-    Each of n copies serves the same number of the R takers whole. What the R % n others need is laid end to end on a
-    circle that the copies divide evenly. So all copies send the same to within an element, a taker takes from as few as
-    that allows, and no copy has an element in two of its shares.
+    Each of n copies serves the same number of the R takers completely. The needs of the R % n other takers are laid end
+    to end on a circle, divided evenly among the copies. So all copies send equally much, up to one element. A taker
+    uses as few copies as possible, and no copy has an element in two of its shares.
 
     Args:
-        takers: Destination ranks, ascending, that need the same of the same copies; ``dst`` is one.
-        copies: Source ranks that have it.
+        takers: Destination ranks, ascending, that need the same elements from the same copies; includes ``dst``.
+        copies: Source ranks that have the elements.
     """
     whole, left = divmod(len(takers), len(copies))
     first_left = whole * len(copies)
@@ -39,7 +39,7 @@ def shares_of(dst: int, takers: Sequence[int], copies: Sequence[int], total: int
         on_circle = (own - first_left) * total + start
         number = own // whole if own < first_left else bisect_right(arcs, on_circle) - 1
         dsts = tuple(takers[number * whole : (number + 1) * whole])
-        lap = -(-(arcs[number] - start) // total)  # the only one in which the copy's arc may have the element
+        lap = -(-(arcs[number] - start) // total)  # the only lap in which the copy's arc may have the element
         if lap * total + start < arcs[number + 1]:
             dsts += (takers[first_left + lap],)
         if not found or found[-1][1:] != (copies[number], dsts):
@@ -48,7 +48,7 @@ def shares_of(dst: int, takers: Sequence[int], copies: Sequence[int], total: int
 
 
 def cut(want: Want, shares: Sequence[Share]) -> Iterator[tuple[Want, Share]]:
-    """Cut a want along axis 0, to whole rows, where shares meet."""
+    """Split a want along axis 0, at whole rows, where shares meet."""
     end = want.start + want.size
     number = bisect_right(shares, want.start, key=lambda share: share.start) - 1
     if number + 1 == len(shares) or shares[number + 1].start >= end:

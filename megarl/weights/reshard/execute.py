@@ -1,13 +1,12 @@
-"""Executes a plan: pack slices into buckets, send, unpack. Nothing here knows what the tensors mean.
+"""Execute a plan: pack slices into buckets, send, unpack. This module is independent of the tensors' meaning.
 
-A bucket is packed once, whatever the number of replicas that it is sent to. Both sides cut the plan into the same
-buckets and every rank works through its own in one global order. That order is why nothing deadlocks: of all buckets
-under way, the first one's receivers wait for nothing else, and neither does its sender. Each side has at most two
-buckets alive: a sender packs one while the other is on its way to all its receivers, a receiver unpacks one while the
-next arrives.
+A bucket is packed once for all replicas. Both sides split the plan into the same buckets, and every rank processes its
+buckets in one global order. This order prevents deadlock: the sender and receivers of the first bucket in flight wait
+for nothing else. Each side has at most two buckets in memory. A sender packs one while the other is sent to all its
+receivers; a receiver unpacks one while the next arrives.
 
-A message begins with its bucket's number among those of its channel, and a channel ends with a message that has nothing
-else: a message that is lost, or comes twice, is named with its tensors and ranks.
+A message begins with its bucket's number in its channel, and a channel ends with a message without elements. So a lost
+or repeated message is reported with its tensors and ranks.
 """
 
 from __future__ import annotations
@@ -36,20 +35,19 @@ from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.plan import Move, ReshardPlan
 
 SliceKey = tuple[str, str, Box]
-"""(local tensor, logical tensor, elements) of a slice that one rank sends in a publication."""
+"""(local tensor, logical tensor, elements) of a slice sent by one rank in a publication."""
 SliceDigests = dict[SliceKey, int]
 """Slice -> its checksum."""
 K = TypeVar("K")
 Digests = dict[tuple[int, str], int]
-"""(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; partial sums of several senders
-add."""
+"""(destination rank, logical tensor) -> 64-bit checksum of that rank's elements; senders' partial sums add up."""
 
 _MODULUS = 1 << 64
 _SYNC_FAILURE = (
     "weights differ after the sync from what was sent; nothing is sampled with them (docs/weight_sync.md, Proof)"
 )
 NO_ROOM = "no memory for a bucket of"
-"""Words of an error that smaller buckets may avoid; texts are what comes from an engine, or from another rank."""
+"""Words of an error that smaller buckets may avoid; errors from an engine or another rank arrive as text."""
 
 
 class Work(Protocol):
@@ -57,45 +55,47 @@ class Work(Protocol):
 
 
 class Arrival(Protocol):
-    """A message on its way to this rank."""
+    """A message in flight to this rank."""
 
     def wait(self) -> torch.Tensor:
-        """The message, uint8; valid until ``release``."""
+        """Wait for the message, uint8; valid until ``release``."""
         ...
 
     def release(self) -> None:
-        """Say that the message has been read and its memory may be used again."""
+        """Mark the message as read: its memory may be reused."""
         ...
 
 
 class Transport(Protocol):
-    """Carries messages between rank spaces; those of one link arrive in the order sent."""
+    """Carries messages between source and destination ranks; messages of one link arrive in the order sent."""
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        """Memory (uint8) for messages, to send from or to receive into."""
+        """Allocate memory (uint8) to send messages from or receive them into."""
         ...
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
-        """Start sending part of an ``allocate``-d buffer to destination rank ``rank``; it must not change until
+        """Start sending part of an ``allocate``-d buffer to destination rank ``rank``. Do not change it before
         ``wait()`` returns."""
         ...
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
-        """Expect the next message of source rank ``rank``, of ``nbytes``.
+        """Expect the next message of ``nbytes`` bytes from source rank ``rank``.
 
-        ``spare()`` gives memory (uint8) for it, where that is needed: so much that any message of the link fits, since
-        gloo ends a process that gets more than it has room for.
+        ``spare()`` returns memory (uint8) for it if needed, large enough for any message of the link: gloo ends a
+        process that receives a larger message than expected.
         """
         ...
 
 
-@lru_cache(maxsize=1)  # a process is one rank of one job, and sends or receives the same with every sync
-def _buckets_from(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+@lru_cache(maxsize=1)  # a process is one rank of one job; every sync has the same buckets
+def buckets_from(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    """Return the buckets that source rank ``rank`` sends, in order, of at most ``capacity`` bytes each."""
     return numbered(buckets_of(plan, plan.moves_from(rank), capacity, dtype))
 
 
 @lru_cache(maxsize=1)
-def _buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+def buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
+    """Return the buckets that destination rank ``rank`` receives, in order."""
     return numbered(buckets_of(plan, plan.moves_to(rank), capacity, dtype))
 
 
@@ -109,15 +109,17 @@ def send(
     bucket_bytes: int,
     known: SliceDigests | None = None,
 ) -> Digests:
-    """Send everything that source rank ``rank`` has to send, cast to ``dtype`` (or what a tensor keeps of its own).
+    """Send all elements of source rank ``rank``, cast to ``dtype`` or a tensor's fixed dtype. Return the digests of the
+    sent elements, after the cast.
 
-    ``tensors``: local name -> tensor, as the source layout names and shapes them; any float dtype and device. Returns
-        the
-    digests of what was sent, after the cast. ``known``: digests of slices that the same publication has sent to others,
-    which are not computed again; those of this call are added. Raises PlanError when ``tensors`` are not the layout's.
+    Args:
+        tensors: Local name -> tensor, named and shaped as in the source layout; any float dtype and device.
+        known: Digests of slices already sent to others in this publication, to be reused; new digests are added.
+
+    Raises PlanError if ``tensors`` do not match the layout.
     """
     _check_tensors(plan.source, rank, tensors)
-    outgoing = _Outgoing(plan, tensors, transport, _buckets_from(plan, rank, bucket_bytes, dtype), known)
+    outgoing = Outgoing(plan, tensors, transport, buckets_from(plan, rank, bucket_bytes, dtype), known)
     for bucket in outgoing.buckets:
         outgoing.send(bucket, bucket.channel.dsts)
     return outgoing.finish()
@@ -133,13 +135,13 @@ def receive(
     bucket_bytes: int,
     wrote: Callable[[str, int], None] = lambda local, numel: None,
 ) -> None:
-    """Receive everything that destination rank ``rank`` needs, and zero its padding.
+    """Receive all elements of destination rank ``rank``, and zero its padding.
 
-    ``write(local)`` gives the local tensor to write into (asked for again for every slice); ``wrote(local, numel)`` is
-    called after each write: the numbers of one local tensor add up to its size.
+    ``write(local)`` returns the local tensor to write into (called for every slice). ``wrote(local, numel)`` is called
+    after each write; the numbers of one local tensor add up to its size.
     """
-    buckets = _buckets_to(plan, rank, bucket_bytes, dtype)
-    incoming = _Incoming(plan, rank, write, wrote, transport, buckets)
+    buckets = buckets_to(plan, rank, bucket_bytes, dtype)
+    incoming = Incoming(plan, rank, write, wrote, transport, buckets)
     for bucket in buckets:
         incoming.take(bucket)
     incoming.finish()
@@ -155,9 +157,9 @@ def exchange(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> Digests:
-    """Both sides at once, for a plan built with ``colocated=True``: what stays on the rank is copied, the rest is sent.
+    """Run both sides in one process, for a plan with ``colocated=True``: copy elements within a rank, send others.
 
-    A rank beyond one of the two sides takes part in the other only.
+    A rank beyond the end of one side runs only the other side.
     """
     assert plan.colocated, "exchange needs a plan whose source and destination ranks are the same processes"
     moves: list[Move] = []
@@ -167,9 +169,9 @@ def exchange(
     if rank < plan.destination.num_ranks:
         moves += (move for move in plan.moves_to(rank) if move.src != rank)
     buckets = numbered(buckets_of(plan, moves, bucket_bytes, dtype))
-    outgoing = _Outgoing(plan, tensors, transport, [b for b in buckets if b.channel.src == rank])
+    outgoing = Outgoing(plan, tensors, transport, [b for b in buckets if b.channel.src == rank])
     arriving = [b for b in buckets if b.channel.src != rank]
-    incoming = _Incoming(plan, rank, write, _ignore, transport, arriving)
+    incoming = Incoming(plan, rank, write, _ignore, transport, arriving)
     for bucket in buckets:
         if bucket.channel.src != rank:
             incoming.take(bucket)
@@ -183,11 +185,11 @@ def exchange(
 
 
 def _ignore(local: str, numel: int) -> None:
-    """Nobody counts what was written."""
+    """Default of ``wrote``: do nothing."""
 
 
-class _Outgoing:
-    """The sending half: two buffers that take turns, and the digests of what went through them."""
+class Outgoing:
+    """Sending side: two alternating buffers, and digests of the elements sent."""
 
     def __init__(
         self,
@@ -209,13 +211,13 @@ class _Outgoing:
         self.transport = transport
         self.packed: list[Bucket] = []
         self.fresh: dict[SliceKey, None] = {}
-        """Slices that were not known, in the order of ``fresh_digests``."""
+        """Slices not in ``known``, in the order of ``fresh_digests``."""
         self.fresh_digests: list[torch.Tensor] = []
-        """Theirs, int64 [slices] for each bucket, where the buckets lie: the host reads them at the end."""
+        """Digests of ``fresh``, int64 [slices] for each bucket, on the buckets' device; read by the host at the end."""
 
     @torch.no_grad()
     def pack(self, bucket: Bucket) -> torch.Tensor:
-        """The bucket's message in the next free buffer."""
+        """Pack the bucket's message into the next free buffer."""
         heartbeat.beat()
         self.turn = (self.turn + 1) % len(self.buffers)
         self._wait(self.turn)
@@ -223,8 +225,8 @@ class _Outgoing:
         _header(flat).copy_(torch.tensor([bucket.number, bucket.channel.code], device="cpu"))
         asked = []
         for slice_ in bucket.slices:
-            view = _view(flat[HEADER:], slice_)
-            view.copy_(_slice(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
+            view = message_view(flat[HEADER:], slice_)
+            view.copy_(local_view(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
             key = _key(slice_)
             if key not in self.known and key not in self.fresh:
                 self.fresh[key] = None
@@ -235,7 +237,7 @@ class _Outgoing:
         return flat
 
     def send(self, bucket: Bucket, dsts: Sequence[int]) -> torch.Tensor:
-        """Start to send the bucket's message to these ranks; return it."""
+        """Start sending the bucket's message to these ranks; return the message."""
         message, works = self.pack(bucket), list[Work]()
         self.works[self.turn] = bucket, works
         for dst in dsts:
@@ -267,9 +269,8 @@ class _Outgoing:
             raise WeightSyncError(f"{bucket} was not taken: {error}") from error
 
 
-class _Incoming:
-    """The receiving half: expects the next bucket while it puts one's slices where they belong; zeroes a tensor's
-    padding before its first slice."""
+class Incoming:
+    """Receiving side: unpacks one bucket while the next is in flight; zeroes a tensor's padding first."""
 
     def __init__(
         self,
@@ -287,7 +288,7 @@ class _Incoming:
         self.buffers: list[torch.Tensor | None] = [None, None]
         self.expected: deque[Arrival] = deque()
         self.read: dict[tuple[int, int], int] = defaultdict(int)
-        """(source rank, code of a channel) -> messages that have been read."""
+        """(source rank, code of a channel) -> number of messages read."""
         self.ahead = iter(enumerate(buckets))
         self.padding: dict[str, list[Box]] = defaultdict(list)
         if rank < plan.destination.num_ranks:
@@ -296,7 +297,7 @@ class _Incoming:
         self._expect()
 
     def take(self, bucket: Bucket) -> None:
-        """Wait for the bucket, the next one of those given at the start, and unpack it."""
+        """Wait for the next bucket, in the order given at the start, and unpack it."""
         self._expect()
         arrival = self.expected.popleft()
         self.unpack(bucket, self._message(bucket, arrival)[HEADER:])
@@ -304,7 +305,7 @@ class _Incoming:
         arrival.release()
 
     def _message(self, bucket: Bucket, arrival: Arrival) -> torch.Tensor:
-        """Return the message of the bucket. Raises WeightSyncError."""
+        """Wait for the bucket's message and return it. Raises WeightSyncError."""
         try:
             message = arrival.wait()
         except RuntimeError as error:
@@ -327,8 +328,8 @@ class _Incoming:
         for slice_ in bucket.slices:
             local = slice_.move.dst_local
             self._zero_padding(local)
-            view = _view(flat, slice_)
-            _slice(self.write(local), slice_, slice_.move.dst_at).copy_(view)
+            view = message_view(flat, slice_)
+            local_view(self.write(local), slice_, slice_.move.dst_at).copy_(view)
             self.wrote(local, view.numel())
 
     @torch.no_grad()
@@ -358,7 +359,7 @@ class _Incoming:
 
 @contextmanager
 def memory_for(nbytes: int) -> Iterator[None]:
-    """Raise a WeightSyncError with ``NO_ROOM`` where the body, which allocates a bucket, runs out of memory."""
+    """Raise a WeightSyncError with ``NO_ROOM`` if allocating a bucket in the body runs out of memory."""
     try:
         yield
     except (RuntimeError, OSError, MemoryError) as error:
@@ -372,17 +373,18 @@ def _key(slice_: BucketSlice) -> SliceKey:
 
 
 def _header(message: torch.Tensor) -> torch.Tensor:
-    """int64 [2], within the message: number of the bucket, code of its channel."""
+    """View of the message's header, int64 [2]: number of the bucket, code of its channel."""
     return message[:HEADER].view(torch.int64)
 
 
-def _view(flat: torch.Tensor, slice_: BucketSlice) -> torch.Tensor:
+def message_view(flat: torch.Tensor, slice_: BucketSlice) -> torch.Tensor:
+    """View of the slice's elements in its message (without the header)."""
     end = slice_.offset + boxes.volume(slice_.box) * slice_.dtype.itemsize
     return flat[slice_.offset : end].view(slice_.dtype).view(boxes.shape_of(slice_.box))
 
 
-def _slice(tensor: torch.Tensor, slice_: BucketSlice, at: Shape) -> torch.Tensor:
-    """The slice's elements within a local tensor where the whole move begins at ``at``."""
+def local_view(tensor: torch.Tensor, slice_: BucketSlice, at: Shape) -> torch.Tensor:
+    """View of the slice's elements in a local tensor, for a move that begins at ``at``."""
     start = boxes.shifted(at, tuple(c[0] - m[0] for c, m in zip(slice_.box, slice_.move.box, strict=True)))
     return tensor[boxes.index_of(start, boxes.shape_of(slice_.box))]
 
@@ -405,8 +407,7 @@ def zero_padded(
     """Check the padding of local tensors, which no digest covers, as they are read.
 
     Returns:
-        ``read`` with the check, which raises WeightsDiffer where padding is not zero, and a function that checks the
-        tensors that were not read.
+        ``read`` with the check, which raises WeightsDiffer for non-zero padding; a function to check unread tensors.
     """
     padding: dict[str, list[Box]] = defaultdict(list)
     for pad in layout.padding(rank):
@@ -427,18 +428,17 @@ def zero_padded(
 
 
 def digests_of(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> dict[str, int]:
-    """Logical tensor -> digest of what ``rank`` holds of it now; ``read(local)`` gives the local tensor in the layout's
-    shape."""
+    """Logical tensor -> digest of its elements on ``rank``; ``read(local)``: local tensor in the layout's shape."""
     return merge({tensor: digest} for tensor, _, digest in piece_digests(layout, rank, read))
 
 
 def piece_digests(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]) -> list[tuple[str, Box, int]]:
-    """(logical tensor, its elements, their digest) of every piece that a rank holds. The digests of boxes that cover a
-    tensor once add up to the tensor's.
+    """Return (logical tensor, elements, digest) of every piece of a rank. Digests of boxes that tile a tensor add up to
+    the tensor's digest.
 
     Args:
-        read: Local tensor by its name as the model computes with it, in the layout's shape. One is held at a time;
-            pieces of the same one follow each other.
+        read: Returns a local tensor, by its name in the model, in the layout's shape. Only one is in memory at a time;
+            pieces of the same tensor are consecutive.
     """
     found, digests = list[tuple[str, Box]](), list[torch.Tensor]()
     for local, pieces in groupby(layout.pieces(rank), key=attrgetter("local")):
@@ -448,14 +448,14 @@ def piece_digests(layout: Layout, rank: int, read: Callable[[str], torch.Tensor]
             asked.append((view, boxes.start_of(piece.box), layout.tensors[piece.tensor]))
             found.append((piece.tensor, piece.box))
         digests.append(slice_digests(asked))
-    values = digest_values(torch.cat(digests)) if digests else []  # the host waits for the device here alone
+    values = digest_values(torch.cat(digests)) if digests else []  # the only point where the host waits for the device
     return [(*piece, value) for piece, value in zip(found, values, strict=True)]
 
 
 def fold(digests: Mapping[str, int]) -> int:
-    """One number for the digests of many tensors: the sum of each times an odd number made from the tensor's name.
+    """Combine the digests of many tensors into one: the sum of each times an odd number made from the tensor's name.
 
-    A difference of one tensor always shows in it, and folds of partial digests add up to that of the whole ones.
+    A difference in one tensor always changes it. Folds of partial digests add up to the fold of the full digests.
     """
     return sum(_factor(tensor) * digest for tensor, digest in digests.items()) % _MODULUS
 
@@ -465,7 +465,7 @@ def _factor(tensor: str) -> int:
 
 
 def folds_of(sent: Digests) -> dict[int, int]:
-    """Destination rank -> fold of the digests of what one rank sent it."""
+    """Destination rank -> fold of the digests of elements that one rank sent to it."""
     by_rank: dict[int, dict[str, int]] = defaultdict(dict)
     for (rank, tensor), digest in sent.items():
         by_rank[rank][tensor] = digest
@@ -473,7 +473,7 @@ def folds_of(sent: Digests) -> dict[int, int]:
 
 
 def merge(parts: Iterable[Mapping[K, int]]) -> dict[K, int]:
-    """The digests, or folds, of all senders together."""
+    """Sum digests, or folds, over all senders."""
     total: dict[K, int] = defaultdict(int)
     for part in parts:
         for key, value in part.items():
@@ -482,10 +482,9 @@ def merge(parts: Iterable[Mapping[K, int]]) -> dict[K, int]:
 
 
 def compare(plan: ReshardPlan, sent: Digests, got: Digests, failure: str = _SYNC_FAILURE) -> None:
-    """Raise WeightsDiffer naming every (logical tensor, destination tensor, ranks) whose two digests differ or lack one
-    side.
+    """Raise WeightsDiffer naming every (logical tensor, destination tensor, ranks) with different or missing digests.
 
-    ``failure``: what the message begins with.
+    ``failure``: beginning of the message.
     """
     wrong = [key for key in sorted(sent.keys() | got.keys()) if sent.get(key) != got.get(key)]
     if not wrong:

@@ -1,4 +1,4 @@
-"""Megatron's grid of ranks, and which of a model's layers each of its stages has."""
+"""Megatron's grid of ranks, and the model layers of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class MegatronGrid(GridSizes):
     """Rank order is Megatron's default ``tp-cp-ep-dp-pp``: rank = tp_rank + tp * (cp_rank + cp * (dp_rank + dp *
     pp_rank)).
 
-    Experts live on a grid of their own inside each pipeline stage: rank in stage = etp_rank + etp * (ep_rank + ep *
+    Experts have a separate grid inside each pipeline stage: rank in stage = etp_rank + etp * (ep_rank + ep *
     expert_dp_rank).
     """
 
     def check(self, setting: str = "parallel") -> None:
-        """Raise ConfigError if these sizes make no grid of any model.
+        """Raise ConfigError if these sizes are invalid for any model.
 
-        ``setting``: the section of the settings that they come from, for the error.
+        ``setting``: the settings section of these sizes, for the error.
         """
         for field in fields(self):
             value = getattr(self, field.name)
@@ -67,7 +67,7 @@ class MegatronGrid(GridSizes):
         return tuple(range(p * self.stage_size, (p + 1) * self.stage_size) for p in range(self.pp))
 
     def dense(self, stage: int) -> Owners:
-        """Shares of what tensor parallelism cuts."""
+        """Owners of the shares of tensor-parallel weights."""
         ranks = self._stages[stage]
         return Owners(tuple(tuple(ranks[t :: self.tp]) for t in range(self.tp)))
 
@@ -75,7 +75,7 @@ class MegatronGrid(GridSizes):
         return Owners((tuple(self._stages[stage]),))
 
     def experts(self, stage: int, ep_rank: int) -> Owners:
-        """Shares of the experts of one expert-parallel rank."""
+        """Owners of the shares of one expert-parallel rank's experts."""
         etp, ranks = self.expert_tp, self._stages[stage]
         return Owners(
             tuple(
@@ -107,15 +107,15 @@ class MegatronGrid(GridSizes):
 
 
 def divisors(*values: int) -> str:
-    """The sizes that divide all values, as text for the fix that an error names."""
+    """Format the common divisors of all values, for the fix in an error."""
     fits = [str(n) for n in range(1, min(values) + 1) if all(v % n == 0 for v in values)]
     return fits[0] if len(fits) == 1 else f"{', '.join(fits[:-1])} or {fits[-1]}"
 
 
 def check_grid(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str = "parallel") -> None:
-    """Raise ConfigError if the sizes make no grid, or one that does not divide the model.
+    """Raise ConfigError if the sizes form no grid, or one that does not divide the model.
 
-    ``setting``: as ``MegatronGrid.check``.
+    ``setting``: as in ``MegatronGrid.check``.
     """
     grid.check(setting)
     _check_tp(name, sizes, grid, setting)
@@ -144,8 +144,7 @@ def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) ->
 
 
 def shares_heads(kv_heads: int, ways: int) -> bool:
-    """Return True if key/value heads (0: there are none of their own) can be dealt to ``ways`` ranks, or each to
-    several of them."""
+    """True if key/value heads (0: none) can be split over ``ways`` ranks, or each replicated on several ranks."""
     return not kv_heads or kv_heads % ways == 0 or ways % kv_heads == 0
 
 

@@ -1,7 +1,7 @@
-"""A layout is a table: which pieces of which logical tensors lie where in which local tensor of which rank.
+"""A layout is a table: it maps pieces of logical tensors to positions in local tensors of ranks.
 
-It can be read both ways: by rank (:meth:`Layout.pieces`) and by tensor (:meth:`Layout.copies`). Both are computed when
-asked for, so that a rank of a large job looks at its own part only.
+It can be read by rank (:meth:`Layout.pieces`) and by tensor (:meth:`Layout.copies`). Both are computed on demand, so a
+rank of a large job processes only its part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megarl.weights.reshard.boxes import Box, Shape
 
 
 class Piece(NamedTuple):
-    """The elements ``box`` of a logical tensor; they lie in the local tensor ``local``, beginning at ``at``.
+    """Elements ``box`` of a logical tensor, stored in the local tensor ``local`` from ``at`` on.
 
     ``at`` may have more axes than ``box``: the leading ones are then single indices (a stack of experts or layers).
     """
@@ -34,14 +34,14 @@ class Piece(NamedTuple):
 
 
 class Padding(NamedTuple):
-    """Elements of a local tensor that belong to no logical tensor; a receiver sets them to zero."""
+    """Elements of a local tensor outside all logical tensors; a receiver sets them to zero."""
 
     local: str
     box: Box
 
 
 class Copy(NamedTuple):
-    """The ranks (ascending) that hold ``box`` of a logical tensor at the same place of the same local tensor."""
+    """Ranks (ascending) with ``box`` of a logical tensor at the same place of the same local tensor."""
 
     box: Box
     local: str
@@ -51,18 +51,18 @@ class Copy(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Owners:
-    """Owners of the shares of a row: ``ranks[k]`` (ascending) all hold share k. Rows of one stage have one Owners."""
+    """Owners of the shares of a row: ``ranks[k]`` (ascending) all have share k. Rows of one stage share one Owners."""
 
     ranks: tuple[tuple[int, ...], ...]
 
     @cached_property
     def share_of(self) -> dict[int, int]:
-        """rank -> its share."""
+        """Rank -> share."""
         return {rank: share for share, ranks in enumerate(self.ranks) for rank in ranks}
 
 
 class AxisSpan(NamedTuple):
-    """Elements [lo, hi) along the cut axis of a row's ``part``-th logical tensor; they lie at ``at`` locally."""
+    """Elements [lo, hi) along the split axis of a row's ``part``-th logical tensor, stored locally from ``at`` on."""
 
     part: int
     lo: int
@@ -71,7 +71,7 @@ class AxisSpan(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One share along the cut axis: ``size`` local elements, of which those from ``used`` on are padding."""
+    """One share along the split axis: ``size`` local elements; those from ``used`` on are padding."""
 
     size: int
     used: int
@@ -79,22 +79,22 @@ class Split(NamedTuple):
 
 
 class LayoutRow(NamedTuple):
-    """One fused local tensor (or one slice of a stack) as every rank that has a share of it holds it."""
+    """One fused local tensor (or one slice of a stack), as on every rank with a share of it."""
 
     local: str
     parts: tuple[str, ...]
-    """Logical tensors, all of the same shape but for the cut axis."""
+    """Logical tensors, with equal shapes except along the split axis."""
     shape: Shape
     """Shape of the first part."""
     axis: int
-    """The cut one."""
+    """The split axis."""
     splits: tuple[Split, ...]
-    """Splits of each share."""
+    """Split of each share."""
     owners: Owners
     stack: Shape = ()
-    """Extents of leading axes of the local tensor (layers, experts) on every rank that holds it ..."""
+    """Extents of the local tensor's leading axes (layers, experts) on every rank that has it."""
     lead: Shape = ()
-    """... and this row's place in them."""
+    """This row's index in ``stack``."""
 
     def local_shape(self, share: int) -> Shape:
         """Shape of a share's local tensor."""
@@ -109,7 +109,7 @@ class LayoutRow(NamedTuple):
             yield Piece(self.parts[part], (*before, (lo, hi), *after), self.local, (*head, at, *tail))
 
     def padding(self, share: int) -> Padding | None:
-        """Padding of a share; None without any."""
+        """Padding of a share; ``None`` without padding."""
         split = self.splits[share]
         if split.used == split.size:
             return None
@@ -119,14 +119,14 @@ class LayoutRow(NamedTuple):
 
 
 class Layout:
-    """Rows, and who owns them.
+    """Rows and their owners.
 
     Args:
         name: For messages, e.g. ``megatron tp=2 pp=1 dp=1``.
         tensors: Logical tensors and their shapes.
         num_ranks: Ranks of this side.
-        rows: In model order; a rank's local tensors and pieces come in this order.
-        dtypes: Logical tensors that keep a dtype of their own, whatever the model's is.
+        rows: In model order; a rank's local tensors and pieces have this order.
+        dtypes: Logical tensors with a fixed dtype, independent of the model's.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class Layout:
         self.dtypes = dict(dtypes or {})
 
     def dtype_of(self, tensor: str) -> str | None:
-        """The dtype that this logical tensor keeps everywhere; None: the model's."""
+        """Fixed dtype of this logical tensor; ``None``: the model's dtype."""
         return self.dtypes.get(tensor)
 
     @cached_property
@@ -163,11 +163,11 @@ class Layout:
         return found
 
     def kind(self, rank: int) -> tuple[tuple[Owners, int], ...]:
-        """Equal for ranks that hold the same (data-parallel copies, engine replicas)."""
+        """Equal for ranks with the same content (data-parallel copies, engine replicas)."""
         return tuple((owners, owners.share_of[rank]) for owners in self._owners_of[rank])
 
     def rows_of(self, rank: int) -> list[tuple[LayoutRow, int]]:
-        """(row, this rank's share of it) in model order."""
+        """Return (row, this rank's share of it) in model order."""
         found = [
             (number, row, owners.share_of[rank])
             for owners in self._owners_of[rank]
@@ -191,7 +191,7 @@ class Layout:
 
     @cached_property
     def rows_with(self) -> dict[str, list[LayoutRow]]:
-        """Logical tensor -> the rows that have a part of it."""
+        """Logical tensor -> rows with parts of it."""
         found: dict[str, list[LayoutRow]] = defaultdict(list)
         for row in self.rows:
             for tensor in row.parts:
@@ -199,7 +199,7 @@ class Layout:
         return found
 
     def copies(self, tensor: str) -> tuple[Copy, ...]:
-        """Everywhere that elements of a logical tensor are held."""
+        """All places and ranks with elements of a logical tensor."""
         found: dict[tuple[Box, str, Shape], list[int]] = {}
         for row in self.rows_with.get(tensor, ()):
             for share, ranks in enumerate(row.owners.ranks):
@@ -209,16 +209,16 @@ class Layout:
         return tuple(Copy(*key, tuple(sorted(ranks))) for key, ranks in found.items())
 
     def only(self, tensors: Callable[[str], bool]) -> Layout:
-        """The part that concerns the logical tensors that ``tensors`` accepts: rows go with all their parts."""
+        """Return the layout of the logical tensors that ``tensors`` accepts; rows are kept with all their parts."""
         return self.only_rows([row for row in self.rows if any(map(tensors, row.parts))])
 
     def only_rows(self, rows: Sequence[LayoutRow]) -> Layout:
-        """The part that these of its rows are."""
+        """Return the layout of only these rows."""
         kept = {tensor: self.tensors[tensor] for row in rows for tensor in row.parts}
         return Layout(self.name, kept, self.num_ranks, rows, self.dtypes)
 
     def check(self, rank: int) -> None:
-        """Raise PlanError unless pieces and padding of this rank tile every one of its local tensors exactly once."""
+        """Raise PlanError unless this rank's pieces and padding tile each of its local tensors exactly once."""
         where = f"rank {rank} of {self.name}"
         regions: dict[str, list[tuple[Box, str]]] = defaultdict(list)
         shapes: dict[str, Shape] = {}
@@ -240,7 +240,7 @@ class Layout:
 
 
 def check_tiling(what: str, target: Box, regions: list[tuple[Box, str]]) -> None:
-    """Raise PlanError unless the regions (box, what it is) cover ``target`` exactly once."""
+    """Raise PlanError unless the regions (box, description) cover ``target`` exactly once."""
     if len(regions) == 1 and regions[0][0] == target:
         return
     for box, source in regions:

@@ -1,7 +1,6 @@
-"""The layouts that exist: Megatron-Core's grid, its checkpoints, vLLM's fused shards, and plain HF files.
+"""Existing layouts: Megatron-Core's grid, its checkpoints, vLLM's fused shards, and plain HF files.
 
-All come from the tables of ``megarl.weights.architectures``; how tensors are cut is in ``sharding.py``, who holds what
-in ``grid.py``.
+All come from the tables of ``megarl.weights.architectures``; ``sharding.py`` splits tensors, ``grid.py`` sets owners.
 """
 
 from __future__ import annotations
@@ -44,20 +43,20 @@ __all__ = [
 ]
 
 VOCAB_MULTIPLE = 64
-"""Rows of the embedding on every Megatron rank are a multiple of this."""
+"""Embedding rows on every Megatron rank are a multiple of this."""
 VLLM_VOCAB_MULTIPLE = 64
-"""vLLM's DEFAULT_VOCAB_PADDING_SIZE: the whole embedding is a multiple of this, whatever the tensor parallel size."""
+"""vLLM's DEFAULT_VOCAB_PADDING_SIZE: the total embedding is a multiple of this, for any tensor parallel size."""
 
 MEGATRON_LAYER = "decoder.layers.{}."
 MTP_LAYER = "mtp.layers.{}."
 MTP_INNER = "transformer_layer."
-"""Name in checkpoints, whatever the version; models have ``mtp_inner()``."""
+"""Name in checkpoints of every version; models use ``mtp_inner()``."""
 
 TransformerImpl = Literal["local", "transformer_engine"]
 
 
 class _Spot(NamedTuple):
-    """One fused tensor of one occurrence of a row: everything of a Row but how it is cut."""
+    """One fused tensor of one occurrence of a row: everything in a LayoutRow except the split."""
 
     op: Op
     shard: Shard
@@ -70,7 +69,7 @@ class _Spot(NamedTuple):
 
 
 def padded_vocab_size(vocab_size: int, tp: int, multiple: int = VOCAB_MULTIPLE) -> int:
-    """The vocabulary that Megatron's GPTModel must be built with: the next multiple of ``multiple * tp``."""
+    """Return the vocabulary size for Megatron's GPTModel: the next multiple of ``multiple * tp``."""
     unit = multiple * tp
     return -(-vocab_size // unit) * unit
 
@@ -85,13 +84,11 @@ def megatron_layout(
     head: Head = "lm",
     setting: str = "parallel",
 ) -> Layout:
-    """Layout of each trainer rank's tensors, under the names of ``GPTModel.named_parameters()`` (and the router's bias,
-    a buffer).
+    """Layout of each trainer rank's tensors, named as in ``GPTModel.named_parameters()`` (and the router bias buffer).
 
-    With ``grid.vpp`` > 1 names are prefixed ``chunk<v>.``. ``mtp``: the model was built with its multi-token prediction
-    layers.
-    ``head="score"``: a critic or reward model. ``setting``: the section of the settings that the grid comes from, for
-        errors.
+    With ``grid.vpp`` > 1 names have the prefix ``chunk<v>.``. ``mtp``: the model has multi-token prediction layers.
+    ``head="score"``: a critic or reward model. ``setting``: the grid's settings section, for errors.
+
     Raises ConfigError for a grid that does not divide the model, ArchitectureError for an unknown model.
     """
     arch = architecture(hf_config, head)
@@ -164,10 +161,10 @@ def dist_layout(
     mtp: bool = False,
     head: Head = "lm",
 ) -> Layout:
-    """A Megatron dist_checkpointing checkpoint: one rank whose local tensors are the global ones, under their keys.
+    """Layout of a Megatron dist_checkpointing checkpoint: one rank with the global tensors under their keys.
 
-    Layers that are all alike are stacked on a leading axis, layers that differ have their number in the key; experts
-    are always stacked. ``vocab``: rows of the stored embedding (None: the vocabulary padded to ``VOCAB_MULTIPLE``).
+    Identical layers are stacked on a leading axis; layers that differ have their number in the key; experts are always
+    stacked. ``vocab``: rows of the stored embedding (``None``: the vocabulary padded to ``VOCAB_MULTIPLE``).
     """
     arch = architecture(hf_config, head)
     sizes = arch.sizes(hf_config)
@@ -202,8 +199,8 @@ def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: Transfo
 
 
 def _dist_name(param: Param, transformer_impl: TransformerImpl, latent: bool) -> str:
-    """A parameter's key: the local spec saves norms under the names that they have where TransformerEngine fuses them,
-    in grouped-query models and there in layers with experts too (``sharded_state_dict_keys_map`` of its layer spec)."""
+    """Return a parameter's key. In grouped-query models the local spec saves norms under TransformerEngine's fused
+    names, even in MoE layers (``sharded_state_dict_keys_map`` of its layer spec)."""
     if param.per_expert:
         return param.megatron.replace(f"local_experts.{EXPERT}", "experts")
     if transformer_impl == "transformer_engine":
@@ -221,10 +218,8 @@ def vllm_layout(
 ) -> Layout:
     """Layout of the engines' workers, under vLLM's parameter names; rank = tp_rank + tp * (pp_rank + pp * replica).
 
-    A tied model has ``lm_head.weight`` as a tensor of its own: on CPU it computes from its own packed copy.
-    ``expert_parallel``: whole experts on each rank instead of a share of each. Raises ConfigError for a grid that does
-        not
-    divide the model.
+    A tied model has a separate ``lm_head.weight``: on CPU, vLLM uses a separate packed copy. ``expert_parallel``: full
+    experts on each rank instead of a share of each. Raises ConfigError for a grid that does not divide the model.
     """
     arch = architecture(hf_config)
     sizes = arch.sizes(hf_config)
@@ -250,7 +245,7 @@ def _vllm_spots(
     whole = [Owners((tuple(sorted(rank for ranks in stage for rank in ranks)),)) for stage in shares]
     alone = [[Owners((ranks,)) for ranks in stage] for stage in shares]
     counts = _vllm_experts(sizes.experts, tp)
-    home = [rank for rank, n in enumerate(counts) for _ in range(n)]  # of each expert
+    home = [rank for rank, n in enumerate(counts) for _ in range(n)]  # rank of each expert
     absent = {part for param in arch.params for part in param.hf if 0 in part.shape(sizes)}
     for param, occurrence in _in_order(arch, sizes, mtp=False):
         if occurrence.layer is not None:
@@ -259,12 +254,12 @@ def _vllm_spots(
             stages, prefix = _vllm_end_stages(arch, param, sizes.tied, pp), ""
         if param.stage is not Stage.VISION:
             prefix = arch.vllm_text + prefix
-        # Spots follow Megatron's rows; a tensor that vLLM fuses comes with its first part.
+        # Spots follow Megatron's rows; a tensor fused by vLLM comes with its first part.
         for part in (param.hf[0],) if param.op is Op.TIED else param.hf:
             joined = fused.get(part)
             if joined is not None and not absent.isdisjoint(joined.hf):
                 joined = (
-                    None  # a part that this model lacks (MLA without a query latent): vLLM keeps the other by itself
+                    None  # a part missing in this model (MLA without a query latent): vLLM stores the other separately
                 )
             if joined is not None and part is not joined.hf[0]:
                 continue
@@ -288,7 +283,7 @@ def _vllm_spots(
 
 
 def _vllm_end_stages(arch: Architecture, param: Param, tied: bool, pp: int) -> set[int]:
-    """The stages that hold a tensor outside the layers; a tied output weight needs the embedding on the last one."""
+    """Stages with a tensor outside the layers; a tied output weight needs the embedding on the last stage."""
     if arch.vllm_ends_everywhere or param.stage is Stage.VISION:
         return set(range(pp))
     if param.stage is Stage.LAST:
@@ -297,8 +292,7 @@ def _vllm_end_stages(arch: Architecture, param: Param, tied: bool, pp: int) -> s
 
 
 def _vllm_layers(num_layers: int, pp: int) -> list[int]:
-    """Layers of each stage: ``vllm.distributed.utils.get_pp_indices`` gives what is left over to the stages before the
-    last."""
+    """Layers of each stage: vLLM (``distributed.utils.get_pp_indices``) adds extra layers to stages before the last."""
     counts = [num_layers // pp] * pp
     for i in range(2, num_layers % pp + 2):
         counts[-i] += 1
@@ -313,9 +307,9 @@ def _vllm_experts(experts: int, ways: int) -> list[int]:
 def hf_layout(
     hf_config: HFConfig, only: Collection[str] | None = None, *, mtp: bool = False, head: Head = "lm"
 ) -> Layout:
-    """One rank that holds every logical tensor whole (or those named in ``only``), under its HF name.
+    """Layout of one rank with every full logical tensor (or those in ``only``), under its HF name.
 
-    ``head="score"``: those of a ``...ForSequenceClassification`` with one label.
+    ``head="score"``: tensors of a ``...ForSequenceClassification`` with one label.
     """
     arch = architecture(hf_config, head)
     found = arch.tensors(hf_config, mtp=mtp)
@@ -324,7 +318,7 @@ def hf_layout(
 
 
 def whole_layout(name: str, tensors: dict[str, Shape], dtypes: dict[str, str] | None = None) -> Layout:
-    """One rank that holds these tensors whole, under their own names."""
+    """Layout of one rank with these full tensors, under the same names."""
     owners = Owners(((0,),))
     rows = []
     for tensor, shape in tensors.items():
@@ -334,7 +328,7 @@ def whole_layout(name: str, tensors: dict[str, Shape], dtypes: dict[str, str] | 
 
 
 def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Param, Occurrence]]:
-    """Every row's occurrences by layer, so that a layer's tensors follow each other; rows of no extent are left out."""
+    """Every row's occurrences ordered by layer, so that a layer's tensors are consecutive; empty rows are left out."""
     found = []
     end = sizes.num_layers + sizes.mtp_layers
     for number, param in enumerate(arch.params):
@@ -349,9 +343,7 @@ def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Pa
 
 
 def _rows(spots: Iterable[_Spot], sharder: Sharder) -> Iterator[LayoutRow]:
-    known: dict[
-        tuple[object, ...], tuple[Shape, int, tuple[Split, ...]]
-    ] = {}  # a layer's or expert's are like all others'
+    known: dict[tuple[object, ...], tuple[Shape, int, tuple[Split, ...]]] = {}  # layers and experts share splits
     for op, shard, parts, occurrence, local, owners, stack, lead in spots:
         ways = len(owners.ranks)
         key = op, shard, parts, ways

@@ -1,8 +1,8 @@
-"""A transfer is a plan: the intersection of what the source ranks hold with what the destination ranks need.
+"""A transfer plan: the intersection of the source ranks' elements with the destination ranks' needs.
 
 Pure and deterministic: every process builds the same plan from the two layouts, without a device or a process group,
-and ``fingerprint`` proves it. Nothing is computed before it is asked for: a rank that asks for its own moves looks at
-its own tensors only. Source and destination ranks are two rank spaces; a transport maps them to processes.
+and ``fingerprint`` verifies it. Everything is computed on demand: for its moves a rank processes only its tensors.
+Source and destination ranks are separate numberings; a transport maps them to processes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from megarl.weights.reshard.wants import Kind, RankWants, Want, Wants
 
 
 class Move(NamedTuple):
-    """Elements ``box`` of a logical tensor go from ``src_local[src_at...]`` on rank ``src`` to ``dst_local[dst_at...]``
-    on ``dst``."""
+    """Elements ``box`` of a logical tensor that go from ``src_local[src_at...]`` on rank ``src`` to
+    ``dst_local[dst_at...]`` on ``dst``."""
 
     src: int
     dst: int
@@ -34,7 +34,7 @@ class Move(NamedTuple):
     dst_local: str
     dst_at: Shape
     dsts: tuple[int, ...]
-    """Ranks, ascending, to which ``src`` sends the same: but for ``dst`` they have equal moves."""
+    """Ranks, ascending, that receive the same from ``src``: their moves are equal except for ``dst``."""
 
 
 class RankPair(NamedTuple):
@@ -46,19 +46,19 @@ class RankPair(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ReshardPlan:
-    """Every element of every destination rank is written exactly once: what is asked of the plan is checked on the way,
-    and :meth:`check` asks for all of it.
+    """Plan that writes every element of every destination rank exactly once. Each method checks its part; :meth:`check`
+    checks everything.
 
-    Data-parallel copies of a source tensor share the sending evenly, and no rank talks to more of them than that takes.
-    A source rank sends elements to all replicas that take them from it as one (``Move.dsts``).
+    Data-parallel copies of a source tensor share the sending evenly, and no rank contacts more of them than that needs.
+    A source rank sends elements once for all replicas that receive them from it (``Move.dsts``).
     """
 
     source: Layout
     destination: Layout
     colocated: bool = False
-    """Source rank r and destination rank r are the same process: what is there is copied, not sent."""
+    """Source rank r and destination rank r are the same process: their common elements are copied, not sent."""
     nearness: Callable[[int, int], int] | None = None
-    """(source rank, destination rank) -> how far apart; the nearest copies are used. None: all alike."""
+    """(source rank, destination rank) -> distance; the nearest copies are used. ``None``: all equal."""
 
     @cached_property
     def _wants(self) -> Wants:
@@ -67,11 +67,11 @@ class ReshardPlan:
     # ------------------------------------------------------------------ moves
 
     def moves_to(self, dst: int) -> Iterator[Move]:
-        """Pieces that destination rank ``dst`` needs, in the order of its pieces."""
+        """Yield the moves to destination rank ``dst``, in the order of its pieces."""
         yield from (_move(want, dst, share) for want, share in self._shared(dst, self._wants.of_kind(dst)))
 
     def moves_from(self, src: int) -> Iterator[Move]:
-        """Pieces that source rank ``src`` sends, by destination rank."""
+        """Yield the moves from source rank ``src``, by destination rank."""
         mine = {piece.tensor for piece in self.source.pieces(src)}
         wants: dict[Kind, RankWants] = {}
         for dst in range(self.destination.num_ranks):
@@ -82,11 +82,11 @@ class ReshardPlan:
 
     @cached_property
     def moves(self) -> tuple[Move, ...]:
-        """All moves by destination rank. For plans of a few ranks: a large job's has millions."""
+        """All moves by destination rank. Only for plans of a few ranks: a large job's plan has millions."""
         return tuple(move for dst in range(self.destination.num_ranks) for move in self.moves_to(dst))
 
     def check(self) -> None:
-        """Raise PlanError unless every destination rank's local tensors are written whole and once."""
+        """Raise PlanError unless all local tensors of every destination rank are written fully, exactly once."""
         seen: set[Kind] = set()
         for dst in range(self.destination.num_ranks):
             kind = self.destination.kind(dst)
@@ -96,22 +96,21 @@ class ReshardPlan:
                 self._wants.of_kind(dst)
 
     def only(self, tensors: Callable[[str], bool]) -> ReshardPlan:
-        """The part of the plan that concerns these logical tensors: a destination tensor goes with all that is in
-        it."""
+        """Return the plan for these logical tensors; a destination tensor is included with all its parts."""
         return replace(self, destination=self.destination.only(tensors))
 
     def receivers_from(self, src: int) -> list[int]:
-        """Destination ranks that source rank ``src`` sends to, in order."""
+        """Destination ranks that source rank ``src`` sends to, ascending."""
         return sorted({move.dst for move in self.moves_from(src)})
 
     def senders_to(self, dst: int) -> list[int]:
-        """Source ranks that destination rank ``dst`` receives from, in order."""
+        """Source ranks that destination rank ``dst`` receives from, ascending."""
         return sorted({move.src for move in self.moves_to(dst)})
 
     # ------------------------------------------------------------------ how much
 
     def bytes_per_link(self, element_size: int) -> dict[RankPair, int]:
-        """Bytes that go from each source rank to each destination rank; moves within one process are not counted."""
+        """Bytes from each source rank to each destination rank, without moves within one process."""
         total: dict[RankPair, int] = {}
         for dst in range(self.destination.num_ranks):
             mine: dict[int, int] = defaultdict(int)
@@ -123,16 +122,16 @@ class ReshardPlan:
         return total
 
     def peak_extra_bytes(self, bucket_bytes: int, element_size: int = 4) -> int:
-        """Most transfer-buffer bytes that any one rank has at one time: two buckets, or less where less is sent.
+        """Most transfer-buffer bytes on any rank at a time: two buckets, or less if less is sent.
 
-        A rank that is source and destination at once (``colocated``) has two to send and two to receive.
+        A rank on both sides (``colocated``) has two to send and two to receive.
         """
         largest = max(self.bytes_per_link(element_size).values(), default=0)
         return (4 if self.colocated else 2) * min(bucket_bytes, largest)
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over both layouts, from which alone the moves follow: equal on two processes that plan the same."""
+        """sha256 over both layouts, which determine the moves: equal on two processes with the same plan."""
         digest = hashlib.sha256(repr(self.colocated).encode())
         for layout in (self.source, self.destination):
             owners: dict[Owners, int] = {}
@@ -148,10 +147,9 @@ class ReshardPlan:
     # ------------------------------------------------------------------ who sends
 
     def _shared(self, dst: int, wants: RankWants) -> Iterator[tuple[Want, Share]]:
-        """The wants in order, cut along axis 0 where two ranks share one, each with its share.
+        """Yield the wants in order, split along axis 0 where two source ranks divide one, each with its share.
 
-        It depends on wants with the same copies only: a source rank that looks at its own wants finds what everybody
-        else does.
+        Only wants with the same copies matter, so a source rank that computes its wants gets the same result.
         """
         shares = []
         for ranks, total in zip(wants.sets, wants.totals, strict=True):
@@ -161,7 +159,7 @@ class ReshardPlan:
             yield from cut(want, shares[want.copies])
 
     def _near(self, dst: int, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Nearest of these source ranks, and the replicas of ``dst`` that have the same nearest ones."""
+        """Return the nearest of these source ranks, and the replicas of ``dst`` with the same nearest ranks."""
         replicas = self._replicas[dst]
         if self.nearness is None and not self.colocated:
             return ranks, replicas
@@ -177,7 +175,7 @@ class ReshardPlan:
 
     @cached_property
     def _known_near(self) -> dict[tuple[int, tuple[int, ...]], dict[int, tuple[tuple[int, ...], tuple[int, ...]]]]:
-        """``_near`` of (a kind's first rank, source ranks), by destination rank."""
+        """Cache of ``_near``: (a kind's first rank, source ranks) -> destination rank -> result."""
         return {}
 
     def _nearest(self, dst: int, ranks: tuple[int, ...]) -> tuple[int, ...]:
@@ -191,7 +189,7 @@ class ReshardPlan:
 
     @cached_property
     def _replicas(self) -> list[tuple[int, ...]]:
-        """For each destination rank those that hold the same, itself among them."""
+        """For each destination rank, all ranks with the same content, including itself."""
         members: dict[Kind, list[int]] = defaultdict(list)
         kinds = [self.destination.kind(rank) for rank in range(self.destination.num_ranks)]
         for rank, kind in enumerate(kinds):
@@ -205,8 +203,8 @@ def build_plan(
 ) -> ReshardPlan:
     """Plan the moves that write every element of every destination rank exactly once.
 
-    Raises PlanError naming a tensor that the source lacks or has in another shape; the rest is checked where it is
-    asked for (``ReshardPlan.check`` asks for everything).
+    Raises PlanError naming a tensor that is missing or misshapen in the source; other checks run on demand
+    (``ReshardPlan.check`` runs all).
     """
     for name, shape in destination.tensors.items():
         if source.tensors.get(name) != shape:

@@ -1,10 +1,9 @@
-"""Cuts of a fused tensor into shares: what the ops and shards of ``megarl.weights.architectures`` mean for each engine.
+"""Splits of a fused tensor into shares: the meaning of ops and shards of ``megarl.weights.architectures`` per engine.
 
-A share is described along the one axis that tensor parallelism cuts; everything else is whole.
+A share is described along the one axis that tensor parallelism splits; all other axes are whole.
 
 Sources: Megatron-Core 0.16.1 ``transformer/attention.py`` (``get_query_key_value_tensors``: heads interleaved per query
-    group),
-``tensor_parallel/layers.py``; vLLM 0.32.0 ``model_executor/layers/linear.py`` (``QKVParallelLinear``),
+group), ``tensor_parallel/layers.py``; vLLM 0.32.0 ``model_executor/layers/linear.py`` (``QKVParallelLinear``),
 ``vocab_parallel_embedding.py`` (64 rows padding).
 """
 
@@ -19,15 +18,15 @@ from megarl.weights.reshard.layout import AxisSpan, Split
 
 @dataclass(frozen=True)
 class Sharder:
-    """One engine's way to cut; ``vocab`` is the padded vocabulary."""
+    """Rules of one engine for splitting; ``vocab`` is the padded vocabulary."""
 
     sizes: ModelSizes
     vocab: int
     interleaved: bool
-    """Heads per query group (Megatron) instead of three blocks (vLLM)."""
+    """Interleave heads per query group (Megatron) instead of three blocks (vLLM)."""
 
     def splits(self, op: Op, shard: Shard, shapes: tuple[Shape, ...], ways: int) -> tuple[Split, ...]:
-        """Every share of a tensor that holds parts of these shapes, cut into ``ways``."""
+        """All ``ways`` shares of a tensor with parts of these shapes."""
         if shard is Shard.VOCAB:
             return tuple(_vocab(self.sizes.vocab, self.vocab, ways, k) for k in range(ways))
         if op is Op.QKV:
@@ -44,7 +43,7 @@ def shard_axis(shard: Shard, shape: Shape) -> int:
 
 
 def _even(extents: list[int], ways: int, k: int) -> Split:
-    """Every part cut into equal runs; the share's runs lie one after the other."""
+    """Split every part into equal runs; concatenate the share's runs."""
     spans: list[AxisSpan] = []
     at = 0
     for part, extent in enumerate(extents):
@@ -65,8 +64,8 @@ def _vocab(vocab: int, padded: int, ways: int, k: int) -> Split:
 
 
 def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
-    """Megatron: each query group is its query heads, then its key head, then its value head; the whole of them is cut
-    into equal runs of rows, so that with more shares than groups a share has a part of one."""
+    """Megatron: each query group is its query heads, then its key head, then its value head. All groups together are
+    split into equal runs of rows. With more shares than groups, a share has part of a group."""
     head, queries = sizes.head, sizes.heads // sizes.kv_heads * sizes.head
     each = (sizes.q + 2 * sizes.kv) // ways
     lo, hi = k * each, (k + 1) * each
@@ -84,8 +83,8 @@ def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
 
 
 def _head_blocks(sizes: ModelSizes, ways: int, k: int) -> Split:
-    """vLLM: the share's query heads, then its key heads, then its value heads; with more shares than key/value heads,
-    each of those lies on ``ways / kv_heads`` neighbouring shares."""
+    """vLLM: the share's query heads, then its key heads, then its value heads. With more shares than key/value heads,
+    each of these heads is on ``ways / kv_heads`` neighbouring shares."""
     queries = sizes.q // ways
     if ways >= sizes.kv_heads:
         keys, first = sizes.head, k // (ways // sizes.kv_heads)

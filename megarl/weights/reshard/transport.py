@@ -1,4 +1,4 @@
-"""Transport for plans whose two sides are the ranks of one torch.distributed group."""
+"""Transport for plans with the ranks of one torch.distributed group on both sides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.weights.reshard.execute import Work
 
 @dataclass(frozen=True)
 class Received:
-    """An arrival into the receiver's own memory: nothing to give back."""
+    """An arrival in the receiver's memory; ``release`` has nothing to do."""
 
     work: Work
     message: torch.Tensor
@@ -28,7 +28,7 @@ class Received:
 
 @dataclass(frozen=True)
 class GroupTransport:
-    """Point-to-point within ``group`` (None: the default group); plan ranks are ranks of that group."""
+    """Point-to-point within ``group`` (``None``: the default group); plan ranks are ranks of that group."""
 
     group: dist.ProcessGroup | None = None
 

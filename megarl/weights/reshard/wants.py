@@ -1,4 +1,4 @@
-"""Elements that destination ranks need, and the source ranks that have them. Pure geometry: no choice of a sender."""
+"""Elements that destination ranks need, and the source ranks that have them. Pure geometry: chooses no sender."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from megarl.weights.reshard.layout import Copy, Layout, Owners, Piece, check_til
 
 
 class Want(NamedTuple):
-    """Elements ``box`` of one destination piece, which any of the copy's ranks can send."""
+    """Elements ``box`` of one destination piece, available from any rank of the copy."""
 
     piece: Piece
     copy: Copy
     box: Box
     copies: int
-    """Number of the set of ranks that have it (``RankWants.sets``)."""
+    """Index into ``RankWants.sets`` of the set of ranks that have it."""
     start: int
     size: int
-    """Size in elements; it follows ``start`` elements of other wants from the same ranks."""
+    """Number of elements; ``start`` elements of other wants from the same ranks come before it."""
     src_at: Shape
     dst_at: Shape
 
 
 class RankWants(NamedTuple):
-    """Pieces that one kind of destination rank needs, in the order of its pieces."""
+    """Wants of one kind of destination rank, in the order of its pieces."""
 
     wants: list[Want]
     sets: list[tuple[int, ...]]
     """Sets of source ranks."""
     totals: list[int]
-    """Elements that are wanted of each set."""
+    """Number of elements wanted from each set."""
 
 
 Kind = tuple[tuple[Owners, int], ...]
-"""Parts of a layout that a rank holds: ranks of one kind hold the same."""
+"""Parts of a layout on a rank: ranks of one kind have the same content."""
 
 
 class Wants:
-    """Wants of the ranks of ``destination``, as ``source`` can fulfil them; those of a kind of rank are found once."""
+    """Wants of the ranks of ``destination``, matched with ``source``; computed once for each kind of rank."""
 
     def __init__(self, source: Layout, destination: Layout) -> None:
         self._source, self._destination = source, destination
@@ -48,17 +48,16 @@ class Wants:
         self._known_wants: dict[Kind, RankWants] = {}
 
     def of_kind(self, dst: int) -> RankWants:
-        """All wants of a destination rank, kept for the ranks that need the same."""
+        """All wants of a destination rank, cached for all ranks of the same kind."""
         kind = self._destination.kind(dst)
         if kind not in self._known_wants:
             self._known_wants[kind] = self.of(dst)
         return self._known_wants[kind]
 
     def of(self, dst: int, tensors: Collection[str] | None = None, sender: int | None = None) -> RankWants:
-        """Find the common boxes of a destination rank's pieces with the source's, checked to tile each piece.
+        """Intersect a destination rank's pieces with the source's boxes, and check that they tile each piece.
 
-        With ``sender`` only those (among ``tensors``) that this source rank has; their tiling is not checked, since
-        other ranks have the rest.
+        With ``sender``, only boxes (of ``tensors``) on this source rank, without the check: other ranks have the rest.
         """
         wants: list[Want] = []
         numbers: dict[tuple[int, ...], int] = {}
@@ -92,8 +91,7 @@ class Wants:
         return RankWants(wants, list(numbers), totals)
 
     def _copies(self, tensor: str) -> tuple[Copy, ...]:
-        """Distinct source boxes of a tensor in order; of a box that lies in two places (a tied output weight) the
-        first."""
+        """Distinct source boxes of a tensor in order; for a box in two places (a tied output weight), the first."""
         found = self._known_copies.get(tensor)
         if found is None:
             by_box: dict[Box, Copy] = {}

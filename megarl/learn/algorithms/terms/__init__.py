@@ -1,4 +1,4 @@
-"""Terms that algorithms share. Here: the sums of tokens that make losses.
+"""Terms that algorithms share. This module: weighted sums of tokens for losses.
 
 Shape legend: T tokens of a micro-batch, flat.
 """
@@ -14,37 +14,37 @@ from megarl.core.errors import ConfigError
 
 
 def masked(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``x`` with 0 where ``mask`` is False: done before any formula, so that NaN there reaches no gradient."""
+    """Return ``x`` with 0 where ``mask`` is False; use it before any formula, so that NaN there reaches no gradient."""
     return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def rows_with_tokens(mask: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """int64 [num_rows]: kept tokens of each row."""
+    """Return int64 [num_rows]: number of kept tokens of each row."""
     lengths = torch.zeros(num_rows, dtype=torch.int64, device=mask.device)
     return lengths.index_add_(0, row, mask.long())
 
 
 def denominator(mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: AlgorithmConfig) -> torch.Tensor:
-    """This micro-batch's share of the global denominator, int64 scalar: kept tokens for ``token_mean``, else rows that
-    have a kept token."""
+    """Return this micro-batch's share of the global denominator, int64 scalar: kept tokens for ``token_mean``, else
+    rows with a kept token."""
     if config.aggregation == "token_mean":
         return mask.sum()
     return (rows_with_tokens(mask, row, num_rows) > 0).sum()
 
 
 def counted(mask: torch.Tensor, row: torch.Tensor, config: AlgorithmConfig, first: torch.Tensor | None) -> torch.Tensor:
-    """bool [T]: the mask that a :func:`denominator` counts. Unless it counts tokens, of each trajectory the ``first``
-    row alone (``LossInput.first``), so that the rows are trajectories."""
+    """Return bool [T]: the mask for :func:`denominator`. Unless that counts tokens, the mask keeps only the ``first``
+    row of each trajectory (``LossInput.first``), so that rows are trajectories."""
     return mask if first is None or config.aggregation == "token_mean" else mask & first[row]
 
 
 def weighting(config: AlgorithmConfig) -> tuple[Literal["sum", "seq_mean"], float]:
-    """(how a row's tokens are added up, a factor of every token) such that the sum over all micro-batches and ranks,
-    divided by the global :func:`denominator`, is the aggregation.
+    """Return (reduction of a row's tokens, factor of every token). The sum over all micro-batches and ranks, divided by
+    the global :func:`denominator`, is then the aggregation.
 
     token_mean Σx / tokens; seq_mean_token_sum Σx / rows; seq_mean_token_mean Σ_rows mean(x) / rows;
     seq_mean_token_sum_norm Σx / (rows · aggregation_length) (with ``normalize_by_std=false``: Dr.GRPO, 2503.20783).
-    A trajectory of several rows counts as one: its mean(x) is Σ_rows share·mean(x) (``LossInput.share``).
+    A trajectory with several rows counts as one: its mean(x) is Σ_rows share·mean(x) (``LossInput.share``).
     """
     match config.aggregation:
         case "token_mean" | "seq_mean_token_sum":
@@ -70,7 +70,7 @@ def token_weights(
     share: torch.Tensor | None,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[T] weights of :func:`weighting`; 0 where masked. ``share``: ``LossInput.share``."""
+    """Return [T] weights of :func:`weighting`; 0 where masked. ``share``: ``LossInput.share``."""
     within_row, scale = weighting(config)
     kept = mask.to(dtype) * scale
     if within_row == "sum":

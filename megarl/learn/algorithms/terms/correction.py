@@ -1,4 +1,4 @@
-"""Off-policy correction between the engine that sampled and the trainer: weights of the surrogate, per token.
+"""Off-policy correction between the sampling engine and the trainer: weights of the surrogate, per token.
 
 r_t = exp(old_logp_t − engine_logp_t), C = ``correction_cap``
 truncate: min(r, C), truncated importance sampling
@@ -18,10 +18,10 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def correction(batch: LossInput, config: AlgorithmConfig) -> tuple[torch.Tensor | None, Metrics]:
-    """(weights [T] of ``logp``'s dtype without gradient, metrics under verl's names); (None, {}) without a correction.
+    """Return (weights [T], ``logp``'s dtype, no gradient; metrics with verl's names); (None, {}) without correction.
 
-    ``rollout_is_mean`` is the mean of r itself, 1 in expectation where the two policies are one; ``weight_mean`` is the
-    mean of what is applied.
+    ``rollout_is_mean`` is the mean of r, 1 in expectation if the policies are equal; ``weight_mean`` is the mean of the
+    applied weights.
     """
     if config.correction == "none":
         return None, {}

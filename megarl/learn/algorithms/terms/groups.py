@@ -1,4 +1,4 @@
-"""Reward of an answer, relative to its group."""
+"""Reward of a response relative to its group."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from megarl.core.schema import GroupStats
 
 
 def centred(reward: float, stats: GroupStats) -> float:
-    """r − mean, in float64; exactly 0 in an all-equal group; r in a group of one, which has nothing to compare with."""
+    """Return r − mean in float64; exactly 0 in an all-equal group; r in a group of one, which has no baseline."""
     return reward if stats.size == 1 else reward - stats.mean

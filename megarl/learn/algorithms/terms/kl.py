@@ -1,6 +1,6 @@
-"""KL to the reference outside of a loss: what is taken off rewards, and the adaptive coefficient.
+"""KL to the reference outside of a loss: the penalty on rewards, and the adaptive coefficient.
 
-k1, k2, k3 (Schulman, 2020) as in ``ops/policy.py``, logp of the policy that the step starts from.
+k1, k2, k3 (Schulman, 2020) as in ``ops/policy.py``, with logp of the step's starting policy.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ LARGEST_ERROR = 0.2
 
 
 def estimates(logp: torch.Tensor, ref_logp: torch.Tensor, estimator: str) -> torch.Tensor:
-    """float64, of the inputs' shape, without gradient."""
+    """Return float64 estimates in the inputs' shape, without gradient."""
     return kl_estimates((ref_logp.double() - logp.double()).detach(), estimator)
 
 
 def totals(logp: torch.Tensor, ref_logp: torch.Tensor, kept: Tokens, estimator: str) -> Totals:
-    """KL of the kept tokens of log-probs [T], over the whole step: the mean is what :func:`adapted` takes."""
+    """Return totals of the KL over kept tokens of log-probs [T] in the whole step; :func:`adapted` takes their mean."""
     return kept.totals(partial(estimates, estimator=estimator), logp, ref_logp)
 
 
 def adapted(kl: float, responses: int, config: KLConfig) -> float:
-    """The coefficient of the next step: coef · (1 + clip(kl/target − 1, ±0.2) · responses / horizon); ``coef`` without
-    a target.
+    """Return the next step's coefficient: coef · (1 + clip(kl/target − 1, ±0.2) · responses / horizon); ``coef``
+    without a target.
 
-    The coefficient is the controller's whole state. A step whose ``kl`` is not finite leaves it as it is.
+    The coefficient is the controller's whole state. A ``kl`` of NaN leaves it unchanged.
 
     Args:
-        kl: of the step that ends, per token.
-        responses: of that step.
-        config: of that step, with its coefficient.
+        kl: Mean per token of the step that ends.
+        responses: Number of responses of that step.
+        config: Settings of that step, with its coefficient.
 
     Raises:
-        ConfigError: the horizon is so short that one step could bring the coefficient to 0, where it stays.
+        ConfigError: the horizon is so short that one step could set the coefficient to 0, where it would stay.
     """
     if config.target is None or kl != kl:
         return config.coef

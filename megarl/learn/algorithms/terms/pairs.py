@@ -1,7 +1,6 @@
-"""Losses of pairs: rows 2i and 2i+1 of a micro-batch are the chosen and the rejected answer of pair i.
+"""Losses of pairs: rows 2i and 2i+1 of a micro-batch are the chosen and the rejected response of pair i.
 
-A pair with an answer that has no token in the loss is not in the loss, and is not counted: the rows that fill a
-micro-batch up are such.
+A pair counts in the loss only if both responses have a token in it; this excludes rows that pad a micro-batch.
 """
 
 from __future__ import annotations
@@ -15,33 +14,32 @@ Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
 
 
 def whole(mask: torch.Tensor, row: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """bool [num_rows / 2]: pairs of which both answers have a kept token."""
+    """Return bool [num_rows / 2]: True for pairs in which both responses have a kept token."""
     assert num_rows % 2 == 0, f"a micro-batch of pairs has an even number of rows, got {num_rows}"
     return (terms.rows_with_tokens(mask, row, num_rows) > 0).view(-1, 2).all(1)
 
 
 def count(mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: AlgorithmConfig) -> torch.Tensor:
-    """This micro-batch's share of the global denominator: its whole pairs, int64 scalar."""
+    """Return this micro-batch's share of the global denominator: its whole pairs, int64 scalar."""
     return whole(mask, row, num_rows).sum()
 
 
 def sums(x: torch.Tensor, mask: torch.Tensor, row: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(chosen, rejected) float64 [num_rows / 2]: sums over the kept tokens of each answer."""
+    """Return (chosen, rejected) float64 [num_rows / 2]: sums over the kept tokens of each response."""
     by_row = torch.zeros(num_rows, dtype=torch.float64, device=x.device)
     return split(by_row.index_add(0, row, terms.masked(x.double(), mask)))
 
 
 def split(by_row: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(chosen, rejected) [num_rows / 2] of one value a row."""
+    """Return (chosen, rejected) [num_rows / 2], from one value per row."""
     chosen, rejected = by_row.view(-1, 2).unbind(1)
     return chosen, rejected
 
 
 def reward_metrics(chosen: torch.Tensor, rejected: torch.Tensor, counted: torch.Tensor) -> Metrics:
-    """TRL's, over the pairs that are ``counted``: how often, and by how much, the chosen answer has the larger reward.
+    """Return TRL's metrics over ``counted`` pairs: how often, and by how much, the chosen response's reward is larger.
 
-    Equal rewards count as half (in TRL as none): a model that knows nothing prefers the chosen answer in half of the
-    pairs.
+    Equal rewards count as half (in TRL as 0), so that an untrained model has an accuracy of one half.
     """
     chosen, rejected = chosen.detach()[counted], rejected.detach()[counted]
     number = counted.sum()

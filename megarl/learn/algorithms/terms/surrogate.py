@@ -1,5 +1,4 @@
-"""Common part of the losses of sampled tokens: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t), and its
-metrics.
+"""Loss of sampled tokens, and its metrics: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t).
 
 w_t by ``aggregation`` (``terms.py``), v_t by ``correction`` (``correction.py``), KL and entropy by ``ops/policy.py``.
 """
@@ -22,8 +21,8 @@ from megarl.ops.policy import K3_MOST, kl_estimates
 def clipped(
     name: str, batch: LossInput, config: AlgorithmConfig, *, objective: Literal["ppo_clip", "cispo"] = "ppo_clip"
 ) -> Loss:
-    """The loss with one of ``policy_loss``'s surrogates, ratios by ``importance``. ``ref_logp`` may be None when
-    ``kl.coef`` is 0, ``entropy`` when ``entropy_coef`` is 0. ``name`` is the algorithm's, for messages."""
+    """Return the loss with a surrogate of ``policy_loss``, ratios by ``importance``. ``ref_logp`` may be None if
+    ``kl.coef`` is 0, ``entropy`` if ``entropy_coef`` is 0. ``name``: the algorithm's, for messages."""
     old_logp, advantages = needed(name, batch)
     weight, metrics = correction(batch, config)
     result = _policy(batch, config, old_logp, advantages, weight, objective, config.dual_clip)
@@ -35,14 +34,13 @@ def clipped(
 
 
 def unclipped(name: str, batch: LossInput, config: AlgorithmConfig, surrogate: torch.Tensor) -> Loss:
-    """The loss with a ``surrogate`` [T] of one's own in float64, made from masked inputs; it carries its v_t
-    already."""
+    """Return the loss with a custom ``surrogate`` [T] in float64, computed from masked inputs, with v_t included."""
     old_logp, _ = needed(name, batch)
     if config.dual_clip is not None:
         raise ConfigError(f"algorithm.dual_clip={config.dual_clip}: {name} clips nothing; set it to null")
     weights = terms.token_weights(batch.mask, batch.row, batch.num_rows, config, share=batch.share, dtype=torch.float64)
     pg = (weights * surrogate).sum()
-    # With advantages of 0 there is no surrogate: what is left are the KL and entropy terms, and the metrics.
+    # Advantages of 0 remove the surrogate: the KL and entropy terms remain, and the metrics.
     result = _policy(batch, config, old_logp, torch.zeros_like(old_logp), None, "cispo", None)
     count = _count(batch, config)
     metrics = {"actor/pg_loss": (pg.detach(), count)} | _shared_metrics(batch, config, result, count)
@@ -50,7 +48,7 @@ def unclipped(name: str, batch: LossInput, config: AlgorithmConfig, surrogate: t
 
 
 def needed(name: str, batch: LossInput) -> tuple[torch.Tensor, torch.Tensor]:
-    """(old_logp, advantages) of the batch; ConfigError when one is missing."""
+    """Return (old_logp, advantages) of the batch; raise ConfigError if one is missing."""
     if batch.old_logp is None or batch.advantages is None:
         raise ConfigError(f"{name} needs old_logp and advantages for its loss; the trainer must compute them first")
     return batch.old_logp, batch.advantages
@@ -72,7 +70,7 @@ def _policy(
 ) -> PolicyLoss:
     kl = config.kl
     if kl.place == "loss" and kl.estimator not in ("k2", "k3"):
-        # As a loss, k1 has the expected gradient 0 whatever the reference.
+        # As a loss, k1 has an expected gradient of 0 for any reference.
         raise ConfigError(
             f"algorithm.kl.estimator must be k2 or k3 in the loss, got {kl.estimator!r}; k1 is for "
             "algorithm.kl.place=reward"
@@ -102,7 +100,7 @@ def _policy(
         clip_low=config.clip_low,
         clip_high=config.clip_high,
         dual_clip=dual_clip,
-        # In the rewards it is the metric alone.
+        # With the KL in the rewards, it is only a metric here.
         kl=None if batch.ref_logp is None else kl.estimator,
         kl_coef=kl.coef if kl.place == "loss" and batch.ref_logp is not None else 0.0,
         entropy_coef=config.entropy_coef,

@@ -1,7 +1,7 @@
-"""A step's tokens, part by part: what a computation takes beside its input and result does not grow with the step.
+"""Processing of a step's tokens in parts, so that temporary memory does not grow with the step.
 
-Every result has the bits that it would have if it were computed at once: parts are written into one tensor, and only
-then reduced. Shape legend: T positions of a step, M of them kept by a mask, N sequences.
+Every result has the same bits as if computed in one piece: parts are written into one tensor, which is reduced
+afterwards. Shape legend: T positions of a step, M of them kept by a mask, N sequences.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import torch
 
 PART = 2**16
-"""Positions of a part."""
+"""Number of positions of a part."""
 
 
 def parts(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
-    """(positions of [T], where those of them that ``mask`` keeps lie in [M])."""
+    """Yield (positions in [T], range in [M] of those that ``mask`` keeps)."""
     first = 0
     for start in range(0, mask.numel(), PART):
         number = int(torch.count_nonzero(mask[start : start + PART]))
@@ -24,7 +24,7 @@ def parts(mask: torch.Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def doubles(mask: torch.Tensor, each: Callable[..., torch.Tensor], *values: torch.Tensor) -> torch.Tensor:
-    """float64 [M]: ``each(*values)``, elementwise, of what ``mask`` [T] keeps of the ``values`` [T]."""
+    """Return float64 [M]: ``each(*values)``, elementwise, over the ``values`` [T] that ``mask`` [T] keeps."""
     result = torch.empty(int(torch.count_nonzero(mask)), dtype=torch.float64, device=mask.device)
     for at, kept in parts(mask):
         result[kept] = each(*(x[at][mask[at]] for x in values))
@@ -32,7 +32,7 @@ def doubles(mask: torch.Tensor, each: Callable[..., torch.Tensor], *values: torc
 
 
 def picked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """``values[mask]``, [T] -> [M]."""
+    """Return ``values[mask]``, [T] -> [M]."""
     result = values.new_empty(int(torch.count_nonzero(mask)))
     for at, kept in parts(mask):
         result[kept] = values[at][mask[at]]
@@ -40,7 +40,7 @@ def picked(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def spread_out(kept: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """[M] of kept tokens as [T], 0 elsewhere."""
+    """Scatter kept tokens [M] to [T], with 0 elsewhere."""
     result = torch.zeros(mask.shape, dtype=kept.dtype, device=kept.device)
     for at, place in parts(mask):
         result[at][mask[at]] = kept[place]
@@ -48,7 +48,7 @@ def spread_out(kept: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def repeated(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """[T]: value i of [N] ``lengths[i]`` times."""
+    """Return [T]: value i of [N] repeated ``lengths[i]`` times."""
     result = values.new_empty(int(lengths.sum()))
     for value, part in zip(values, result.split(lengths.tolist()), strict=True):
         part.copy_(value)
@@ -56,14 +56,14 @@ def repeated(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 
 def counts(mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """int64 [N]: how many positions of each sequence ``mask`` [T] keeps."""
+    """Return int64 [N]: number of positions of each sequence that ``mask`` [T] keeps."""
     return torch.tensor(
         [int(torch.count_nonzero(part)) for part in mask.split(lengths.tolist())], dtype=torch.int64, device=mask.device
     )
 
 
 def sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """float64 [N]: of each sequence's values, added one after another."""
+    """Return float64 [N]: the sum of each sequence's values, added in order."""
     total, ends = values.new_zeros(len(lengths), dtype=torch.float64), lengths.cumsum(0)
     for start in range(0, values.numel(), PART):
         part = values[start : start + PART]

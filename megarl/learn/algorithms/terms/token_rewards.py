@@ -1,8 +1,8 @@
-"""Rewards of single tokens: the response's own at its last token, and with ``kl.place=reward`` the KL taken off each.
+"""Rewards per token: the response's reward at its last token; with ``kl.place=reward`` minus the KL of each token.
 
-r_t = [t is the last kept token]·reward − kl_coef·KL_t (with a coefficient of 0 there is no reference, and no KL)
+r_t = [t is the last kept token]·reward − kl_coef·KL_t (with a coefficient of 0 there is no reference and no KL)
 
-Tokens that are masked out are as if they were not there: what is estimated goes from one kept token to the next.
+Masked tokens are skipped: estimates go from one kept token to the next.
 Shape legend: N sequences of a step, n of them held by this rank, T their positions, M of them kept.
 """
 
@@ -25,23 +25,23 @@ VARIANCE_EPSILON = 1e-8
 
 
 class TokenRewards(NamedTuple):
-    """Values of kept tokens alone, one sequence after the other."""
+    """Values of kept tokens, one sequence after the other."""
 
     rewards: torch.Tensor
-    """[M], float32, or the type of the step's log-probs and values."""
+    """[M], float32, or the dtype of the step's log-probs and values."""
     kept: Tokens
-    """All M of them, by sequences; one without a kept token is empty."""
+    """The M kept tokens by sequence; a sequence may be empty."""
     cu_seqlens: torch.Tensor
-    """int64 [n + 1], of ``kept``."""
+    """int64 [n + 1], boundaries in ``kept``."""
     metrics: dict[str, float]
-    """Over the whole step."""
+    """Metrics of the whole step."""
 
 
 def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenRewards:
-    """See the file's head. ``name`` is the algorithm's, for messages.
+    """Return the rewards in the module's docstring. ``name``: the algorithm's, for messages.
 
     Raises:
-        ConfigError: there is a KL to take off, but no log-probs to compute it from.
+        ConfigError: the KL is to be subtracted, but its log-probs are missing.
     """
     tokens = step.held(step.tokens)
     cu_seqlens = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
@@ -69,8 +69,8 @@ def token_rewards(name: str, step: StepInput, config: AlgorithmConfig) -> TokenR
 
 
 def whitened(values: torch.Tensor, kept: Tokens) -> torch.Tensor:
-    """(x − μ) / sqrt(σ² + 1e-8) of ``values`` [M], in float64; μ and the unbiased σ² are over the whole step. Values
-    that are all one become exactly 0."""
+    """Return (x − μ) / sqrt(σ² + 1e-8) of ``values`` [M], in float64; μ and unbiased σ² are over the whole step. Equal
+    values become exactly 0."""
     totals = kept.totals(torch.Tensor.double, values)
     result = torch.zeros_like(values)
     if not totals.number or totals.max == totals.min:

@@ -1,7 +1,6 @@
 """The critic's loss (PPO, 1707.06347): ½·max((V − R)², (clip(V, V_old − c, V_old + c) − R)²), the mean over tokens.
 
-R: the returns of GAE, V_old: the values that the step started with, c: ``value_clip`` (null: ½(V − R)²). float64
-    inside.
+R: the returns of GAE, V_old: values at the start of the step, c: ``value_clip`` (null: ½(V − R)²). Computed in float64.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from megarl.learn.algorithms.types import Loss
 
 
 def count(mask: torch.Tensor) -> torch.Tensor:
-    """This micro-batch's share of the global denominator: its kept tokens, int64 scalar."""
+    """Return this micro-batch's share of the global denominator: its kept tokens, int64 scalar."""
     return mask.sum()
 
 
@@ -26,11 +25,11 @@ def loss(
     config: PPOConfig,
     mask: torch.Tensor | None = None,
 ) -> Loss:
-    """Sum over the tokens of a micro-batch.
+    """Return the sum over the tokens of a micro-batch.
 
     Args:
         values: float [T], with gradient; ``old_values`` and ``returns`` [T] get none.
-        mask: bool [T], None for all; what lies outside does not matter, NaN included.
+        mask: bool [T], None for all; masked values are ignored, even NaN.
     """
     keep = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
     v, old, target = (terms.masked(x.double(), keep) for x in (values, old_values.detach(), returns.detach()))
@@ -49,9 +48,8 @@ def loss(
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor, kept: Tokens) -> float:
-    """1 − Var(R − V) / Var(R) over the kept tokens of a step (of [T] each), in float64: 1 for a perfect critic, 0 for
-    one that knows only the mean, below 0 for a worse one. 0 where all returns are one, or there are none: nothing to
-    explain."""
+    """Return 1 − Var(R − V) / Var(R) over the kept tokens of a step ([T] each), in float64: 1 for a perfect critic, 0
+    for a constant one, below 0 for a worse one. 0 if all returns are equal or there are none."""
     total = kept.totals(torch.Tensor.double, returns)
     if total.number < 2 or total.max == total.min:
         return 0.0

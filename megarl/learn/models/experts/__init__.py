@@ -1,1 +1,1 @@
-"""Routers of experts, and the replay of an engine's choices."""
+"""Expert routers, and the replay of an engine's expert choices."""

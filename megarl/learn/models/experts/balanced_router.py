@@ -1,16 +1,16 @@
-"""Routers whose experts are kept in balance: the losses and the bias of ``model.router``, the same however an update is
-cut.
+"""Routers that balance the load of their experts: ``model.router``'s losses and bias, for any split of an update.
 
 For a router of E experts that chooses k, with scores s_{t,e} that sum to 1 over e (softmax, or sigmoids divided by
 their sum):
 
-    balance = (1/N) Σ_n Σ_e f_{n,e}·P_{n,e},  f_{n,e} = E/(k·T_n) Σ_t 1(e among the k best of t),  P_{n,e} = 1/T_n Σ_t
-    s_{t,e} z       = 1/T Σ_t (logsumexp_e logits_{t,e})²
+    balance = (1/N) Σ_n Σ_e f_{n,e}·P_{n,e}
+    f_{n,e} = E/(k·T_n) Σ_t 1(e among the k best of t),  P_{n,e} = 1/T_n Σ_t s_{t,e}
+    z       = 1/T Σ_t (logsumexp_e logits_{t,e})²
     bias_e += rate · sign(mean load − load_e), after an update
 
 over the N sequences of an update, of T_n tokens, T in all (DeepSeek-V3, 2412.19437 eq. 17–20 and 16; ST-MoE, 2202.08906
-eq. 5). Both losses add up over the layers. Megatron's own are means of one micro-batch, so they change with how an
-update is cut.
+eq. 5). Both losses are summed over the layers. Megatron's losses are means over one micro-batch, so they depend on how
+an update is split.
 
 Shape legend: t tokens of this rank in a micro-batch, E experts, n sequences of the micro-batch.
 """
@@ -37,26 +37,26 @@ from megarl.weights.megatron_private import submodules_of
 
 @dataclass(frozen=True)
 class UpdateSize:
-    """Counts over which an update's balance is averaged."""
+    """Denominators of an update's balance."""
 
     sequences: int
-    """Sum over all data-parallel ranks."""
+    """Number over all data-parallel ranks."""
     tokens: int
-    """Sum over all data-parallel ranks, without padding."""
+    """Number over all data-parallel ranks, without padding."""
     most: int
-    """Sequences of this rank's largest micro-batch."""
+    """Number of sequences in this rank's largest micro-batch."""
 
 
 class Router(TopKRouter):
-    """Megatron's, which also measures an update's balance, and adds its losses to the gradient.
+    """Megatron's router, which also measures an update's balance and adds the losses to the gradient.
 
     Args:
-        biased: A bias chooses experts and weighs none, beside a softmax: a buffer, under the name that Megatron has for
-            the bias beside sigmoids.
+        biased: With a softmax: use a bias to choose experts but not to weigh them. The bias is a buffer with the name
+            of Megatron's bias for sigmoids.
     """
 
     router_replay: Any
-    """Choices that are made again (``models.replay``), or None."""
+    """Expert choices to replay (``experts.routing_replay``), or None."""
 
     def __init__(self, settings: RouterConfig, biased: bool, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -67,21 +67,20 @@ class Router(TopKRouter):
             self.register_buffer("expert_bias", bias)
         self.settings = settings
         self.sequence: torch.Tensor | None = None
-        """int64 [t]: which of the micro-batch's sequences a token belongs to, -1 for padding; None where no update is
-        computed."""
+        """int64 [t]: index of each token's sequence in the micro-batch, -1 for padding; None outside of updates."""
 
     def begin(self, size: UpdateSize) -> None:
-        """Forget the update before."""
+        """Reset the measurements for a new update."""
         self._size = size
         self.load = torch.zeros(self.num_experts, dtype=torch.int64, device=self.weight.device)
-        """int64 [E]: tokens that went to each expert; this rank's, until ``measured`` has added up all ranks'."""
+        """int64 [E]: tokens routed to each expert on this rank; ``measured`` replaces it by the sum over ranks."""
         self.losses = torch.zeros(2, dtype=torch.float64, device=self.weight.device)
         """This rank's share of (balance, z)."""
 
     def routing(
         self, logits: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Probabilities and choices, [t, E] each."""
+        """Return probabilities and choices, [t, E] each."""
         probs, chosen = self._routed(logits, padding_mask)
         # Recomputation runs a layer twice, the first time without gradients.
         if self.sequence is not None and self.training and torch.is_grad_enabled():
@@ -104,12 +103,12 @@ class Router(TopKRouter):
         return probs, chosen
 
     def _losses(self, logits: torch.Tensor, sequence: torch.Tensor) -> torch.Tensor:
-        """float32 [2]: (balance, z), this rank's tokens' share of their sums over the update."""
+        """Return float32 [2] of (balance, z): the share of this rank's tokens in the sums over the update."""
         chosen, scores = compute_routing_scores_for_aux_loss(logits, self.topk, self.score_function)
         most, experts = self._size.most, self.num_experts
         counted = torch.cat([chosen.float(), torch.ones_like(logits[:, :1])], dim=1)
         counts = logits.new_zeros(most, experts + 1).index_add(0, sequence, counted)
-        if self.tp_cp_group.size() > 1:  # they have the other tokens of these sequences
+        if self.tp_cp_group.size() > 1:  # the other ranks have the other tokens of these sequences
             dist.all_reduce(counts, group=self.tp_cp_group)
         length = counts[:, -1:].clamp(min=1.0)
         frequency = counts[:, :-1] * experts / (self.topk * length)
@@ -119,10 +118,10 @@ class Router(TopKRouter):
 
 
 class _BiasedChoice:
-    """Choice of experts by probability and bias, in the place where Megatron's routers take choices made before.
+    """Choice of experts by probability plus bias, put in the place of Megatron's replayed choices.
 
     Args:
-        replay: Choices that are made again, or None.
+        replay: Choices to replay, or None.
     """
 
     def __init__(self, bias: torch.Tensor, replay: Any) -> None:
@@ -131,7 +130,7 @@ class _BiasedChoice:
     def get_replay_topk(
         self, logits: torch.Tensor, topk: int, num_groups: int | None, group_topk: int | None, plain: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits and ids of the chosen experts, [t, K] each, for logits [t, E]."""
+        """Return logits and ids of the chosen experts, [t, K] each, for logits [t, E]."""
         if self._replay is not None:
             chosen: tuple[torch.Tensor, torch.Tensor] = self._replay.get_replay_topk(
                 logits, topk, num_groups, group_topk, self._choose
@@ -146,14 +145,14 @@ class _BiasedChoice:
 
 
 def balance(block: Any, settings: RouterConfig, biased: bool = False) -> None:
-    """Put ``Router`` into the layers with experts of a TransformerBlockSubmodules."""
+    """Replace the routers in a TransformerBlockSubmodules by ``Router``."""
     for layer in block.layer_specs:
         if (experts := submodules_of(layer.submodules.mlp, MoELayer)) is not None:
             experts.router = partial(Router, settings, biased)
 
 
 def install(stage: torch.nn.Module) -> None:
-    """Let layers hand the tokens' sequences, which come in the place of a padding mask [b, S], to their routers."""
+    """Pass the tokens' sequence indices, given as padding mask [b, S], from layers to their routers."""
     for layer in stage.modules():
         if isinstance(layer, MoELayer) and isinstance(layer.router, Router):
             layer.register_forward_pre_hook(_number, with_kwargs=True)
@@ -166,14 +165,14 @@ def _number(layer: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dic
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> list[Router]:
-    """Routers that measure their balance, in the order of the layers."""
+    """Return the routers that measure balance, in layer order."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
 def sequences_of_tokens(stage: Any, row: torch.Tensor) -> torch.Tensor:
-    """int64 [b, S]: ``MicroBatch.row`` of a context-parallel rank as ``stage`` takes it for its padding mask.
+    """int64 [b, S]: ``MicroBatch.row`` of a context-parallel rank, in the form of ``stage``'s padding mask.
 
-    Only Megatron's first stage cuts that mask for sequence parallelism.
+    Only Megatron's first stage splits the mask for sequence parallelism.
     """
     if stage.pre_process or not stage.config.sequence_parallel:
         return row
@@ -181,9 +180,9 @@ def sequences_of_tokens(stage: Any, row: torch.Tensor) -> torch.Tensor:
 
 
 def measured(chunks: Sequence[torch.nn.Module], name: str) -> Sums:
-    """Metrics of an update, the same on every rank of the model: both losses as means over the layers, and the largest
-    load of an expert in shares of its layer's mean. Every rank calls it; ``load`` is then that of all ranks."""
-    # The device of the model, for a stage without routers too: a collective of CPU and GPU tensors would hang.
+    """Return metrics of an update, the same on every rank of the model: both losses as means over layers, and the
+    largest load of an expert relative to its layer's mean. Every rank calls it; it sums each ``load`` over ranks."""
+    # The model's device also on a stage without routers: a collective over CPU and GPU tensors would hang.
     found, device = routers(chunks), next(chunks[0].parameters()).device
     total = torch.zeros(3, dtype=torch.float64, device=device)
     fullest = torch.zeros((), dtype=torch.float64, device=device)
@@ -209,7 +208,7 @@ def measured(chunks: Sequence[torch.nn.Module], name: str) -> Sums:
 
 @torch.no_grad()
 def move_biases(found: Sequence[Router]) -> None:
-    """After an optimizer step: every expert's bias by ``bias_update_rate`` towards an even load of the update."""
+    """Move every expert's bias by ``bias_update_rate`` towards an even load, after an optimizer step."""
     for router in found:
         if rate := router.settings.bias_update_rate:
             load = router.load.double()

@@ -1,1 +1,1 @@
-"""Checks of settings of engines."""
+"""Checks of engine settings."""

@@ -1,4 +1,4 @@
-"""Checks of ``rollout.engine_options``: names of the vLLM that is installed, and those that megarl keeps to itself."""
+"""Checks of ``rollout.engine_options``: names in the installed vLLM, and names that megarl sets itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SETTINGS: Mapping[str, str] = {
     "scheduling_policy": "sync.pause",
     "seed": "trainer.seed",
 }
-"""vLLM's option -> the setting that decides it."""
+"""vLLM's option -> the megarl setting that determines it."""
 WEIGHTS = (
     "quantization", "quantization_config", "allow_deprecated_quantization", "load_format", "model_loader_extra_config",
     "model_impl", "model_weights", "model_class_overrides", "config_format", "hf_config_path", "revision",
@@ -65,7 +65,7 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "could let an engine sample from another distribution than the one whose log-probs it returns": DISTRIBUTION,
     "is how megarl starts, reaches or watches an engine": CONTROL,
 }
-"""Reason of a refusal -> names, or patterns of them."""
+"""Reason of a refusal -> option names or patterns."""
 ON_CPU = (
     "enable_chunked_prefill",
     "compilation_config",
@@ -74,12 +74,12 @@ ON_CPU = (
     "attention_config",
     "max_num_scheduled_tokens",
 )
-"""Options without which vLLM's CPU build computes wrongly (``run/supervise/engine_process.py``)."""
+"""Options that megarl must set, because vLLM's CPU build computes wrongly without them
+(``run/supervise/engine_process.py``)."""
 
 
 def check_engine_options(config: Config) -> None:
-    """Raise ConfigError for an option that vLLM does not have, that megarl decides, or whose value is of another
-    kind."""
+    """Raise ConfigError for an option that vLLM lacks or megarl sets itself, or with a value of the wrong type."""
     known = engine_arguments()
     for name, value in config.rollout.engine_options.items():
         given = f"rollout.engine_options.{name}={value!r}"
@@ -90,7 +90,7 @@ def check_engine_options(config: Config) -> None:
                 raise ConfigError(f"{given}: it {reason}; leave it out")
         if config.parallel.backend == "gloo" and name in ON_CPU:
             raise ConfigError(f"{given}: vLLM computes wrongly on CPUs unless megarl sets it; leave it out")
-        if not known:  # no vLLM on this machine, which checks a job of other machines
+        if not known:  # no vLLM here: the job is for other machines
             continue
         if name not in known:
             raise ConfigError(f"{given}: the vLLM that is installed has no such option;{nearest(name, sorted(known))}")
@@ -103,7 +103,7 @@ def check_engine_options(config: Config) -> None:
 
 
 def check_batched_tokens(config: Config) -> None:
-    """Raise ConfigError if a prompt of the longest trajectory fits no batch of an engine on CPUs, which cuts none."""
+    """Raise ConfigError if the longest prompt exceeds a batch of an engine on CPUs, where prefills are not chunked."""
     tokens, context = config.rollout.engine_options.get("max_num_batched_tokens"), context_tokens(config.rollout)
     if config.parallel.backend == "gloo" and isinstance(tokens, int) and tokens < context:
         raise ConfigError(
@@ -114,9 +114,9 @@ def check_batched_tokens(config: Config) -> None:
 
 @functools.cache
 def engine_arguments() -> Mapping[str, tuple[str, ...]]:
-    """Read the names of vLLM's engine arguments, each with the names of its types but None, from its source.
+    """Read vLLM's engine arguments from its source: name -> names of its types except None.
 
-    An import of vLLM takes ten seconds. Returns {} where it is not installed.
+    Importing vLLM would take ten seconds. Returns {} if vLLM is not installed.
     """
     spec = importlib.util.find_spec("vllm")
     if spec is None or not spec.submodule_search_locations:

@@ -1,5 +1,5 @@
-"""Checks of how far ahead groups are sampled, of partial rollouts, updates in flight, engines of evaluations;
-and of replayed groups (``buffer.replay``)."""
+"""Checks of sampling ahead, partial rollouts, updates in flight, engines for evaluation, and replayed groups
+(``buffer.replay``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def check_pacing(config: Config, job: Job) -> None:
-    """Raise ConfigError if groups cannot be sampled that far ahead; warn without a correction."""
+    """Raise ConfigError if the staleness settings contradict each other or the job; warn without a correction."""
     sync = config.sync
     if sync.interval > sync.max_staleness + 1:
         raise ConfigError(
@@ -49,14 +49,14 @@ def check_pacing(config: Config, job: Job) -> None:
         )
     if sync.max_staleness and job.rollouts and config.algorithm.correction == "none":
         log.warning(
-            "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss takes "
-            "them for those of the step; set algorithm.correction=truncate (docs/algorithms.md)",
+            "sync.max_staleness=%d without algorithm.correction: earlier weights sample the tokens, and the loss "
+            "treats them as the step's; set algorithm.correction=truncate (docs/algorithms.md)",
             sync.max_staleness,
         )
 
 
 def _check_repeats(config: Config) -> None:
-    """Raise ConfigError if repetition would be looked for in no segment."""
+    """Raise ConfigError if repetition would never be checked, because responses have no segments."""
     rollout = config.rollout
     if rollout.max_repeats is not None and rollout.segment_tokens is None:
         raise ConfigError(
@@ -66,7 +66,7 @@ def _check_repeats(config: Config) -> None:
 
 
 def _check_budget(config: Config) -> None:
-    """Raise ConfigError for partial rollouts that could not be suspended, or never would be."""
+    """Raise ConfigError for partial rollouts that could not be, or would never be, suspended."""
     sync, rollout = config.sync, config.rollout
     if not rollout.is_partial:
         return
@@ -106,7 +106,7 @@ def _check_budget(config: Config) -> None:
 
 
 def _check_pause(config: Config) -> None:
-    """Raise ConfigError for ``sync.pause=keep`` where no request may outlive its weights."""
+    """Raise ConfigError for ``sync.pause=keep`` if no request is in flight when weights change."""
     sync = config.sync
     if sync.pause != "keep":
         return
@@ -133,7 +133,7 @@ def _check_pause(config: Config) -> None:
 
 
 def _check_eval_engines(config: Config) -> None:
-    """Raise ConfigError for ``trainer.eval_engines`` that could not keep their weights, or would evaluate nothing."""
+    """Raise ConfigError for ``trainer.eval_engines`` that could not keep their weights, or have no evaluation."""
     trainer, rollout = config.trainer, config.rollout
     if not (count := trainer.eval_engines):
         return
@@ -150,8 +150,8 @@ def _check_eval_engines(config: Config) -> None:
         )
     if rollout.replicas <= count:
         raise ConfigError(
-            f"{given} with rollout.replicas={rollout.replicas}: no engine is left for training meanwhile; set "
-            f"rollout.replicas to {count + 1} or more, or trainer.eval_engines to {rollout.replicas - 1} or less"
+            f"{given} with rollout.replicas={rollout.replicas}: no engine is left for training during an evaluation; "
+            f"set rollout.replicas to {count + 1} or more, or trainer.eval_engines to {rollout.replicas - 1} or less"
         )
     if not trainer.eval_interval:
         raise ConfigError(
@@ -166,11 +166,11 @@ def _check_eval_engines(config: Config) -> None:
 
 
 def _check_late(config: Config) -> None:
-    """Raise ConfigError for ``reward.late_steps`` that no group, or every group, would reach."""
+    """Raise ConfigError for a ``reward.late_steps`` that no group, or every group, would reach."""
     sync, late = config.sync, config.reward.late_steps
     if late is None:
         return
-    # In admission order the groups of a step were asked for at least so many steps before it, after the first steps.
+    # In admission order, after the first steps, a step's groups were requested at least this many steps before it.
     most = sync.max_staleness if sync.order == "completion" else sync.max_staleness + 1 - sync.interval
     if not 1 <= late <= most:
         how = f"sync.max_staleness={sync.max_staleness}, sync.interval={sync.interval}, sync.order={sync.order}"
@@ -187,7 +187,7 @@ def _check_late(config: Config) -> None:
 
 
 def _check_cold(config: Config, job: Job) -> None:
-    """Raise ConfigError if no engine can be started with the weights' files in the middle of a run."""
+    """Raise ConfigError if no engine can be started from weight files during a run."""
     if config.sync.cold_interval is None:
         return
     reasons = {
@@ -204,7 +204,7 @@ def _check_cold(config: Config, job: Job) -> None:
 
 
 def _check_deterministic(config: Config, job: Job) -> None:
-    """Raise ConfigError if ``sync.deterministic`` is asked for with settings by which time decides what is trained."""
+    """Raise ConfigError for ``sync.deterministic`` with settings whose training data depend on timing."""
     sync, rollout = config.sync, config.rollout
     if not sync.deterministic or not job.rollouts:
         return
@@ -226,7 +226,7 @@ def _check_deterministic(config: Config, job: Job) -> None:
 
 
 def check_replay(config: Config, job: Job) -> None:
-    """Raise ConfigError if no step, or none with its whole share, could replay groups; warn without a correction."""
+    """Raise ConfigError if no step could replay groups, or never its whole share; warn without a correction."""
     replay, tasks = config.buffer.replay, config.trainer.tasks_per_step
     if not replay.share:
         return
@@ -265,7 +265,7 @@ def check_replay(config: Config, job: Job) -> None:
         )
     if config.algorithm.correction == "none":
         log.warning(
-            "%s without algorithm.correction: earlier weights have sampled the replayed tokens, and the loss takes "
-            "them for those of the step; set algorithm.correction=truncate (docs/algorithms.md)",
+            "%s without algorithm.correction: earlier weights have sampled the replayed tokens, and the loss "
+            "treats them as the step's; set algorithm.correction=truncate (docs/algorithms.md)",
             setting,
         )

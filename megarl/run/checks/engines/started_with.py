@@ -1,5 +1,4 @@
-"""Checks of what engines are started with: memory of their KV cache, types of it and of weights, further options of
-vLLM."""
+"""Checks of settings of an engine's start: memory and dtype of the KV cache, dtype of weights, vLLM options."""
 
 from __future__ import annotations
 
@@ -17,12 +16,12 @@ from megarl.run.nodes import gpu_state
 from megarl.weights.architectures import architecture
 
 EIGHT_BIT_CAPABILITY = 8.9
-"""Oldest compute capability with products of 8-bit numbers: vLLM refuses linear layers with a scale for each channel
-below it, and Triton's kernel of experts too."""
+"""Minimum compute capability of 8-bit products in vLLM, for linear layers with a scale per channel and Triton's kernel
+of experts."""
 
 
 def check_engine_settings(config: Config, job: Job) -> None:
-    """Raise ConfigError if engines cannot be started with these settings, or samples with them cannot be trained on."""
+    """Raise ConfigError if engines cannot start with these settings, or their samples cannot be trained on."""
     if not job.rollouts:
         return
     _check_cache_size(config)
@@ -31,7 +30,7 @@ def check_engine_settings(config: Config, job: Job) -> None:
 
 
 def check_eight_bits(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if vLLM would pad experts to whole blocks of 8-bit numbers, or has no kernel for them here."""
+    """Raise ConfigError if vLLM would pad experts to whole 8-bit blocks, or has no kernel for 8-bit experts here."""
     rollout, sizes = config.rollout, architecture(hf_config).sizes(hf_config)
     if rollout.weight_dtype == "auto" or not sizes.moe_layers:
         return
@@ -55,8 +54,8 @@ def check_eight_bits(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_capability(config: Config, job: Job) -> None:
-    """Raise ConfigError if vLLM has no kernel for layers in 8 bits on any GPU of this machine. Nothing is refused where
-    nvidia-smi names none: other nodes have the GPUs of this one, or are refused for it."""
+    """Raise ConfigError if no GPU of this machine supports vLLM's 8-bit layers. Passes if nvidia-smi lists no GPU:
+    other nodes must have this node's GPUs."""
     if config.rollout.weight_dtype == "auto" or not job.has(ProcessKind.ENGINE):
         return
     newest = gpu_state.newest_capability(gpu_state.gpus())

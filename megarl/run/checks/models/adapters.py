@@ -1,5 +1,5 @@
-"""The adapters of a job: their targets, the PEFT folder that training begins with, and what engines can compute with
-adapters of their own (``sync.adapter=separate``)."""
+"""Checks of a job's adapters: their targets, the PEFT folder that training starts from, and support by engines that
+apply them separately (``sync.adapter=separate``)."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from megarl.weights.reshard.adapters import Factors, factors_of, file_shapes, sa
 from megarl.weights.reshard.layouts import hf_layout
 
 SETTINGS = ("rank", "alpha", "rslora", "targets", "modules_to_save", "rank_pattern", "alpha_pattern")
-"""Those of ``model.lora`` that an adapter's files have too."""
+"""Settings of ``model.lora`` that an adapter's files also have."""
 
 
 def check_adapter(config: Config, hf_config: Mapping[str, Any], files: Source, head: Head = "lm") -> None:
-    """Check that the model has what ``model.lora`` names, and that the files of ``model.lora.path`` are an adapter of
-    these settings.
+    """Check that the model has the modules of ``model.lora``, and that ``model.lora.path`` is an adapter with these
+    settings.
 
     Args:
         files: Tensors of ``model.path``.
 
     Raises:
-        ConfigError, CheckpointError: naming the setting, its value, the adapter's and the fix.
+        ConfigError, CheckpointError: names the setting, its value, the adapter's value and the fix.
     """
     lora = config.model.lora
     if not lora.is_used and lora.path is None:
@@ -61,7 +61,7 @@ def check_adapter(config: Config, hf_config: Mapping[str, Any], files: Source, h
 def _faults(
     lora: LoraConfig, found: LoraConfig, hf_config: Mapping[str, Any], head: Head, tensors: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Differences of the settings from the adapter's."""
+    """Yield the differences between the settings and the adapter."""
     if not lora.is_used:
         yield f"model.lora.rank=0 trains no adapters, the one in model.lora.path={lora.path} has rank {found.rank}"
         return
@@ -85,7 +85,7 @@ def _faults(
 
 
 def _settings(lora: LoraConfig, found: LoraConfig) -> str:
-    """The settings that an adapter has otherwise, as they are given on the command line."""
+    """Return the adapter's values of differing settings, in command-line form."""
     values = [(key, getattr(found, key)) for key in SETTINGS if getattr(found, key) != getattr(lora, key)]
     return ", ".join(f"model.lora.{key}={value}" for key, value in values)
 
@@ -97,8 +97,8 @@ _SHOWN = 3
 
 
 def check_separate(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if ``sync.adapter=separate`` is set and engines cannot compute with these adapters apart from
-    the model: experts, latent attention, embedding, head and vision tower are merged."""
+    """Raise ConfigError if ``sync.adapter=separate`` is set and engines cannot apply these adapters separately:
+    adapters of experts, latent attention, embedding, head and vision tower must be merged."""
     lora, sync = config.model.lora, config.sync
     if sync.adapter == "merged":
         return

@@ -1,4 +1,4 @@
-"""Routers, and the exchange of tokens between ranks that share experts, against models and grids."""
+"""Checks of routers and expert-parallel token dispatch against models and grids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.core.errors import ConfigError
 from megarl.weights.architectures import architecture
 
 DEEPEP_RANKS = (2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 144, 160)
-"""Sizes of a group that DeepEP's ``Buffer.get_dispatch_config`` knows; another one fails at the first forward pass."""
+"""Group sizes in DeepEP's ``Buffer.get_dispatch_config``; another size fails at the first forward pass."""
 
 
 def check_experts_settings(model: ModelConfig, parallel: ParallelConfig, hf_config: Mapping[str, Any]) -> None:
@@ -30,14 +30,14 @@ def check_experts_settings(model: ModelConfig, parallel: ParallelConfig, hf_conf
 def check_dispatcher(
     model: ModelConfig, parallel: ParallelConfig, hf_config: Mapping[str, Any], role: str | None = None
 ) -> None:
-    """Check that DeepEP can exchange tokens of a model with experts on its grid.
+    """Check that DeepEP can dispatch the tokens of a model with experts on its grid.
 
     Args:
-        model: Settings with the role's own ``dtype``.
-        role: Section of the settings that the grid comes from; None for the actor's.
+        model: Settings with the role's ``dtype``.
+        role: Section of the grid's settings; None for the actor's.
 
     Raises:
-        ConfigError: naming setting, value and fix.
+        ConfigError: names setting, value and fix.
     """
     arch = architecture(hf_config)
     if model.moe_dispatcher != "deepep" or not arch.sizes(hf_config).moe_layers:

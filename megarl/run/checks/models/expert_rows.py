@@ -1,4 +1,4 @@
-"""Expert rows against the model, its tokenizer and what is held out, before they are written into a store."""
+"""Checks of expert rows against the model, its tokenizer and held-out rows, before they are written into a store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 
 class ExpertCheck:
-    """Checks that a job makes of its expert rows, for rows of any source."""
+    """Checks of a job's expert rows from any source."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -43,13 +43,13 @@ class ExpertCheck:
 
 
 def check_teacher(config: Config, experts: Sequence[ExpertExperience], tokenizer: ChatTokenizer) -> None:
-    """Check that rows have their teacher's log-probs, of these tokens, where the loss reads them.
+    """Check that rows have their teacher's log-probs for this tokenizer, if the loss reads them.
 
     Args:
-        config: The settings with the rows' source as ``taskset.expert``.
+        config: Settings with the rows' source as ``taskset.expert``.
 
     Raises:
-        DataError: a row lacks them, or they are of another tokenizer or template.
+        DataError: a row lacks log-probs, or has another tokenizer's or template's.
     """
     if not reads_teacher(config.algorithm):
         return

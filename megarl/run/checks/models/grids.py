@@ -1,6 +1,6 @@
-"""The model of a job against its grids: the trainer's, and the engines' with what vLLM computes on a CPU.
+"""Checks of a job's model against the trainer's grid, the engines' grid, and vLLM's limits on CPUs.
 
-Parts of layers that are computed again in the backward pass are checked against the models that have them.
+Recomputed parts of layers are checked against the models that have them.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ from megarl.weights.reshard.layouts import Layout, hf_layout, megatron_layout, p
 from megarl.weights.reshard.plan import build_plan
 
 ENGINE_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""vllm 0.32, v1/attention/backends/cpu_attn.py: another size fails at the first request, after the warm start."""
+"""Head sizes of vllm 0.32, v1/attention/backends/cpu_attn.py: others fail at the first request, after the warm
+start."""
 ENGINE_LATENT = (512, 64)
-"""kv_lora_rank and qk_rope_head_dim that v1/attention/backends/mla/cpu_mla.py has a kernel for."""
+"""kv_lora_rank and qk_rope_head_dim of the kernel in v1/attention/backends/mla/cpu_mla.py."""
 ENGINE_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
-"""Settings of DeepSeek-V3 that vLLM's models/deepseek_v2.py follows only when they are written down."""
+"""Settings of DeepSeek-V3 that vLLM's models/deepseek_v2.py follows only if config.json has them."""
 ENGINE_EXPERT_UNIT = 32
-"""Unit of experts in layers/fused_moe/experts/cpu_moe.py."""
+"""The hidden size must be a multiple of this in layers/fused_moe/experts/cpu_moe.py."""
 
 
 def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, head: Head = "lm") -> None:
-    """The architecture has a table, the trainer's grid can train it, its files are whole; with ``engines`` they can be
-    sent it. ``head="score"``: a reward model from the start, which a language model's files do for too."""
+    """Check that the architecture has a table, the trainer's grid can train the model and its files are complete; with
+    ``engines``, also that engines can receive it. ``head="score"``: a reward model from the start; a language model's
+    files are accepted too."""
     check_parallel(config.parallel, architecture(hf_config).sizes(hf_config))
     check_router(config, hf_config)
     check_routing_replay(config, hf_config, engines=engines)
@@ -66,7 +68,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     build_plan(source, hf_layout(hf_config, head=head)).check()
     files = open_hf(Path(config.model.path))
     try:
-        # Headers and sizes: a file cut short is seen.
+        # Reads headers and sizes, which detects truncated files.
         if head == "score" and SCORE not in files.shapes:
             check_hf(files, source.only(lambda name: name != SCORE), hf_config, beside={SCORE})
         else:
@@ -86,7 +88,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
 
 
 def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Check that the model has what ``model.router`` sets. Raises ConfigError."""
+    """Check that the model supports the settings of ``model.router``. Raises ConfigError."""
     arch, router = architecture(hf_config), config.model.router
     for name, value in asdict(router).items():
         if value and not arch.sizes(hf_config).moe_layers:
@@ -101,7 +103,7 @@ def check_router(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_fusions(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Check that the model has what ``model.fusions`` fuse. Raises ConfigError."""
+    """Check that the model has the layers that ``model.fusions`` fuse. Raises ConfigError."""
     if "moe_permute_fusion" in config.model.fusions and not architecture(hf_config).sizes(hf_config).moe_layers:
         raise ConfigError(
             f"model.fusions has moe_permute_fusion, but the model in {config.model.path} has no experts; leave it out"
@@ -109,7 +111,7 @@ def check_fusions(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_routing_replay(config: Config, hf_config: Mapping[str, Any], *, engines: bool) -> None:
-    """Check that the model has experts whose ids the engines can record. Raises ConfigError."""
+    """Check that the model has experts with ids that the engines can record. Raises ConfigError."""
     rollout = config.rollout
     if not rollout.routing_replay:
         return
@@ -127,8 +129,8 @@ def check_routing_replay(config: Config, hf_config: Mapping[str, Any], *, engine
 
 
 def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout) -> None:
-    """The trainer's tensors divide over the engines' grid, and vLLM can compute with this model as long as rollouts
-    are."""
+    """Check that the trainer's tensors divide over the engines' grid, and that vLLM can run this model at the rollouts'
+    length."""
     rollout = config.rollout
     engines = vllm_layout(
         hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
@@ -158,11 +160,12 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
             f"{limit} = {wanted} is more than the model's context of {context} (max_position_embeddings); lower "
             f"{'one of them' if rollout.max_trajectory_tokens is None else 'it'}"
         )
-    _check_growth(config.model.path, hf_config, wanted)
+    check_growth(config.model.path, hf_config, wanted)
 
 
-def _check_growth(path: str, hf_config: Mapping[str, Any], context: int) -> None:
-    """vLLM multiplies queries by their position's factor where a key says so that transformers does not read."""
+def check_growth(path: str, hf_config: Mapping[str, Any], context: int) -> None:
+    """Raise ConfigError if vLLM would scale queries by position differently from transformers, because it reads another
+    key of config.json. ``context``: maximum tokens of a sequence."""
     for rope in set(ropes(architecture(hf_config), hf_config)):
         if rope is None or not rope.query_beta or context <= rope.original:
             continue
@@ -176,7 +179,7 @@ def _check_growth(path: str, hf_config: Mapping[str, Any], context: int) -> None
 
 
 def check_engine(path: str, hf_config: Mapping[str, Any]) -> None:
-    """vLLM computes what the trainer does, with a model of these sizes, on CPU."""
+    """Check that vLLM on CPU computes this model's sizes like the trainer. Raises ConfigError."""
     sizes = architecture(hf_config).sizes(hf_config)
     if sizes.kv_lora:
         for key, value in ENGINE_ROUTER.items():
@@ -204,11 +207,10 @@ def check_engine(path: str, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_recompute(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Check that the actor has the parts of layers that are computed again. Models of other roles leave out what they
-    do not have.
+    """Check that the actor has the parts of layers to recompute. Other roles ignore parts that they lack.
 
     Raises:
-        ConfigError: naming the module.
+        ConfigError: names the module.
     """
     model, modules = config.model, config.model.recompute_modules
     if model.recompute != "selective":

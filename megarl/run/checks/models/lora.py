@@ -1,4 +1,4 @@
-"""Adapters (``model.lora``) against the other settings of a job, and against the models that get them."""
+"""Checks of adapters (``model.lora``) against a job's other settings and its models."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ LM_HEAD = "lm_head"
 
 
 def check_lora_settings(config: Config) -> None:
-    """Refuse settings that do not go with adapters, or that would do nothing. No model is needed.
+    """Refuse settings that contradict adapters or have no effect with them. Needs no model.
 
     Raises:
-        ConfigError: naming setting, value and fix.
+        ConfigError: names setting, value and fix.
     """
     model, reference = config.model, config.reference
     lora = model.lora
@@ -52,7 +52,7 @@ def check_lora_settings(config: Config) -> None:
         (
             model.router.bias_update_rate > 0,
             f"model.router.bias_update_rate={model.router.bias_update_rate:g}",
-            "the biases of routers are of the model itself, which does not change; set it to 0",
+            "router biases belong to the base model, which does not change; set it to 0",
         ),
         (
             model.train_vision_tower,
@@ -74,12 +74,12 @@ def check_lora_settings(config: Config) -> None:
         (
             reference.offload != "none",
             f"reference.offload={reference.offload}",
-            f"{base}, without memory of its own; set it to none (trainer.offload moves the actor)",
+            f"{base}, which has no separate memory; set it to none (trainer.offload moves the actor)",
         ),
         (
             config.evaluation.average is not None,
             f"evaluation.average={config.evaluation.average}",
-            "the average is one of whole models, of which adapters make no second one; leave it out",
+            "the average needs a second whole model, which a job with adapters does not have; leave it out",
         ),
     ]
     for is_refused, setting, why in refused:
@@ -97,14 +97,14 @@ def check_lora_settings(config: Config) -> None:
 
 
 def check_adapters(lora: LoraConfig, hf_config: Mapping[str, Any], path: str, head: Head = "lm") -> None:
-    """Check that a model has the layers that ``model.lora`` names, each with one kind of training.
+    """Check that a model has the layers of ``model.lora``, each with one kind of training.
 
     Args:
-        path: The model's, for errors.
+        path: The model's path, for errors.
         head: ``score`` for a critic or reward model.
 
     Raises:
-        ConfigError: naming setting, value and fix.
+        ConfigError: names setting, value and fix.
     """
     if not lora.is_used:
         return
@@ -147,11 +147,11 @@ def check_adapters(lora: LoraConfig, hf_config: Mapping[str, Any], path: str, he
 
 
 def check_tower_overlap(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Check that no grid waits for gradients of a vision tower's adapters, of which micro-batches without images have
-    none.
+    """Check that no grid overlaps the reduction of gradients with a trained vision tower: micro-batches without images
+    have no gradients for it.
 
     Raises:
-        ConfigError: naming setting, value and fix.
+        ConfigError: names setting, value and fix.
     """
     lora = config.model.lora
     grids = {"parallel": config.parallel, "critic.parallel": config.critic.parallel}

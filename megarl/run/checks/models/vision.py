@@ -1,4 +1,4 @@
-"""Rows with images, and models that take them: what does not go together, each in a line that names the fix."""
+"""Checks of rows with images against models that take images. Each error names the fix."""
 
 from __future__ import annotations
 
@@ -32,31 +32,31 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 VISION_KEYS = ("vision_config", "vision_tower", "mm_vision_tower")
-"""Keys of config.json; a model that takes images has one of them."""
+"""Keys of config.json; a model that takes images has at least one."""
 PIXEL_SETTINGS = ("min_image_pixels", "max_image_pixels")
 """Settings of ``model``."""
 
 ANY_LENGTH = 2**62
-"""Limit of tokens that no prompt exceeds."""
+"""Token limit that no prompt exceeds."""
 
 
 def is_vision_model(hf_config: Mapping[str, Any]) -> bool:
-    """Return True if a model takes images, by its config.json."""
+    """Return True if a model takes images according to its config.json."""
     return any(hf_config.get(key) for key in VISION_KEYS)
 
 
 def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str, Rows]) -> None:
-    """Check that the model takes what the rows have, and megarl the model. Images are not read: see
+    """Check that the model takes the rows' images, and that megarl can train the model. Images are not read: see
     :func:`check_prompts_of`.
 
-    To be called before the model's own checks, which would name only a missing table.
+    Call this before the model's checks, which would report only a missing table.
 
     Args:
-        rows: Those of every split that the job reads.
+        rows: Rows of every split that the job reads.
 
     Raises:
-        ConfigError: there is no trainer for this vision-language model, it has no processor, a limit of pixels does
-            not fit it, or a critic or reward model does not take the actor's images.
+        ConfigError: megarl cannot train this vision-language model; it has no processor; a pixel limit does not fit it;
+            or a critic or reward model does not take the actor's images.
         DataError: a row has images and the model takes text only.
     """
     with_images = _with_images(config, rows)
@@ -67,7 +67,7 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
                 f"{where} has {len(row.images)} images and the model of {path} takes text only (its config.json has "
                 f"none of {', '.join(VISION_KEYS)}); drop the images or the row"
             )
-        _check_environment(config)
+        check_environment(config)
         for name in PIXEL_SETTINGS:
             if (value := getattr(config.model, name)) is not None:
                 raise ConfigError(f"model.{name}={value}, and the model of {path} takes text only; leave it out")
@@ -92,13 +92,13 @@ def check_images(config: Config, hf_config: Mapping[str, Any], rows: Mapping[str
     if (first := next(with_images, None)) is not None:
         where, row = first
         _check_roles(config, hf_config, f"{where} has {len(row.images)} images")
-    elif _may_show(config.rollout):
+    elif may_show(config.rollout):
         _check_roles(config, hf_config, f"messages of rollout.workflow={config.rollout.workflow} may show images")
 
 
 def _shows(rollout: RolloutConfig) -> bool | None:
-    """Return True or False where it is known if messages beside a task's prompt have images: of an environment of a
-    user's file by its ``make.shows_images(options)``. None where they may."""
+    """Return True or False if it is known that messages after a task's prompt have images (an environment from a user's
+    file: its ``make.shows_images(options)``); None if unknown."""
     if rollout.workflow != "environment":
         return False if rollout.workflow in OF_TEXT else None
     shows = getattr(environments.get(rollout.environment), "shows_images", None)
@@ -107,15 +107,15 @@ def _shows(rollout: RolloutConfig) -> bool | None:
     return bool(shows(rollout.options))
 
 
-def _may_show(rollout: RolloutConfig) -> bool:
-    """Return False where no message beside a task's prompt has images."""
+def may_show(rollout: RolloutConfig) -> bool:
+    """Return False if no message after a task's prompt can have images."""
     return _shows(rollout) is not False
 
 
 def _check_count(config: Config, rows: Mapping[str, Rows]) -> None:
     """Raise DataError for a row with more images than a trajectory may have."""
     rollout = config.rollout
-    for where, row in _with_images(config, rows) if _may_show(rollout) else ():
+    for where, row in _with_images(config, rows) if may_show(rollout) else ():
         if len(row.images) > rollout.max_images:
             raise DataError(
                 f"{where} has {len(row.images)} images, and rollout.max_images={rollout.max_images}; raise it, or drop "
@@ -123,9 +123,9 @@ def _check_count(config: Config, rows: Mapping[str, Rows]) -> None:
             )
 
 
-def _check_environment(config: Config) -> None:
-    """Raise ConfigError where an environment shows images to a model of text (``shows_images(options)`` of its
-    ``make``)."""
+def check_environment(config: Config) -> None:
+    """Raise ConfigError if an environment shows images (``shows_images(options)`` of its ``make``) to a text-only
+    model."""
     rollout = config.rollout
     if _shows(rollout):
         raise ConfigError(
@@ -135,11 +135,11 @@ def _check_environment(config: Config) -> None:
 
 
 def _check_roles(config: Config, hf_config: Mapping[str, Any], seen: str) -> None:
-    """Raise ConfigError where a role's model does not take the images as the actor's processor makes them.
+    """Raise ConfigError if a role's model does not take images from the actor's processor.
 
     Args:
-        hf_config: The actor's.
-        seen: Row that has images, for messages.
+        hf_config: The actor's config.json.
+        seen: Row with images, for messages.
     """
     for role in roles_of(config, algorithms.get(config.algorithm.name)):
         if (path := path_of(config, role)) is None:
@@ -161,7 +161,7 @@ def _check_roles(config: Config, hf_config: Mapping[str, Any], seen: str) -> Non
 
 
 def _facts(mine: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """(key of config.json, values of two models) of each that makes patches or places them."""
+    """Yield (key of config.json, values of two models) for each key that determines patches or their places."""
     yield "image_token_id", mine.get("image_token_id"), other.get("image_token_id")
     towers = [config.get("vision_config") or {} for config in (mine, other)]
     for key in ("patch_size", "temporal_patch_size", "spatial_merge_size"):
@@ -169,7 +169,7 @@ def _facts(mine: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[
 
 
 def _check_pixels_of(config: Config, setting: str, path: Path) -> None:
-    """Raise ConfigError where a role's own processor resizes images otherwise than the actor's."""
+    """Raise ConfigError if a role's processor resizes images differently from the actor's."""
     if not _has_processor(path):
         log.warning(
             "%s: no processor to compare with the actor's; make sure that it was trained on images of the same sizes",
@@ -191,16 +191,16 @@ def _has_processor(path: Path) -> bool:
 
 
 def check_patches(config: Config, rows: Mapping[str, Rows], processor: Processor | None, *, pairs: bool) -> None:
-    """Check that the images of each row that is trained fit a micro-batch (``trainer.max_patches_per_micro_batch``).
+    """Check that each training row's images fit a micro-batch (``trainer.max_patches_per_micro_batch``).
 
     Args:
-        rows: Those that go through the trainer's models.
-        processor: The model's, where rows of the job have images.
-        pairs: Two sequences of each prompt of train and eval go through the model together.
+        rows: Rows that the trainer's models process.
+        processor: The model's processor, if rows of the job have images.
+        pairs: The model processes two sequences of each prompt of train and eval together.
 
     Raises:
-        ConfigError: nothing is packed, so nothing bounds the patches.
-        DataError: naming the row whose images do not fit, or are refused by the processor.
+        ConfigError: packing is off, so patches have no limit.
+        DataError: names the row with images that do not fit or that the processor refuses.
     """
     limit = config.trainer.max_patches_per_micro_batch
     if limit is None or processor is None:
@@ -237,11 +237,11 @@ def check_prompts_of(
 
     Args:
         rows: Tasks of the split.
-        kept: Those that ``taskset`` leaves.
-        processor: The model's, where rows of the job have images.
+        kept: Tasks that remain after the filters of ``taskset``.
+        processor: The model's processor, if rows of the job have images.
 
     Raises:
-        DataError: naming file and row; an overlong prompt only with ``taskset.overlong_prompts=refuse``.
+        DataError: names file and row; for an overlong prompt only with ``taskset.overlong_prompts=refuse``.
     """
     limit, where = prompt_tokens(config.rollout), partial(place_of_row, config.taskset, split)
     refuses = config.taskset.overlong_prompts == "refuse"
@@ -256,8 +256,8 @@ def check_prompts_of(
 def check_rendered(
     config: Config, split: str, rows: Rows, tokenizer: ChatTokenizer, processor: Processor | None
 ) -> None:
-    """Render the prompts of tasks and decode their images. Raises DataError naming file and row of one that the chat
-    template or the processor refuses."""
+    """Render the prompts of tasks and decode their images. Raises DataError naming file and row if the chat template or
+    the processor refuses one."""
     tasks, where = [row for row in rows if isinstance(row, Task)], partial(place_of_row, config.taskset, split)
     if processor is None:
         check_prompts(tasks, tokenizer, ANY_LENGTH, path=where)
@@ -268,7 +268,7 @@ def check_rendered(
 
 
 def check_image_files_of(config: Config, split: str, rows: Rows) -> None:
-    """Decode the images of a split's demonstrations. Raises DataError naming file and row of one that is damaged."""
+    """Decode the images of a split's demonstrations. Raises DataError naming file and row of a damaged one."""
     tasks = [row for row in rows if row.images]
     if tasks:
         from megarl.tasks.images.processor import check_image_files
@@ -277,7 +277,7 @@ def check_image_files_of(config: Config, split: str, rows: Rows) -> None:
 
 
 def _with_images(config: Config, rows: Mapping[str, Rows]) -> Iterator[tuple[str, Task | Preference]]:
-    """(place, row) of each row with images."""
+    """Yield (place, row) of each row with images."""
     for split, found in rows.items():
         for row in found:
             if row.images:
@@ -285,7 +285,7 @@ def _with_images(config: Config, rows: Mapping[str, Rows]) -> Iterator[tuple[str
 
 
 def _check_pixels(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError for limits of pixels that no image can have with this model."""
+    """Raise ConfigError for pixel limits that no image can meet with this model."""
     model, vision = config.model, hf_config.get("vision_config") or {}
     given = {name: value for name in PIXEL_SETTINGS if (value := getattr(model, name)) is not None}
     if not given:

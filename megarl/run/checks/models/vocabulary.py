@@ -1,5 +1,5 @@
-"""The tokenizer against the model's vocabulary: a token without an embedding ends an engine at the first request that
-has it."""
+"""Check of the tokenizer against the model's vocabulary: a token without an embedding ends an engine at the first
+request with it."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 def check_vocabulary(
     config: Config, rows: Mapping[str, Rows], tokenizer: ChatTokenizer, size: int, *, sampled: Sequence[str]
 ) -> None:
-    """The model has an embedding for every token of ``rows`` (by split), and for the end of a response.
+    """Check that every token of ``rows`` (by split) and the end-of-response token have an embedding.
 
     Args:
         size: The model's ``vocab_size``.
-        sampled: Splits whose rows are prompts alone.
+        sampled: Splits whose rows are only prompts.
 
     Raises:
-        ConfigError, DataError: it lacks one, with the row. A larger tokenizer of which no row uses more is only warned
-            of.
+        ConfigError, DataError: a token has no embedding, with the row. Unused tokens without an embedding only cause a
+            warning.
     """
     if tokenizer.largest_id < size:
         return

@@ -1,4 +1,4 @@
-"""The parts of a job's group service: the settings that ask for a part, and its class, in the order of the hooks."""
+"""The parts of a job's group service: each row has the condition on the settings, and the class, in hook order."""
 
 from __future__ import annotations
 
@@ -28,5 +28,5 @@ GROUP_PARTS: tuple[tuple[Callable[[Config, Algorithm], bool], type[GroupPart]], 
 
 
 def group_parts_of(services: GroupServices, algorithm: Algorithm) -> list[GroupPart]:
-    """Make the parts that the job's settings ask for, each with the services that its constructor names."""
+    """Make the parts that the settings select, each with the services that its constructor names."""
     return [made(part, services) for wanted, part in GROUP_PARTS if wanted(services.config, algorithm)]

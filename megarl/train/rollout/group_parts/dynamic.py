@@ -1,4 +1,4 @@
-"""Groups that are all right or all wrong, replaced by others (``algorithm.dynamic_sampling``; DAPO, 2503.14476)."""
+"""Replacement of groups that are all right or all wrong (``algorithm.dynamic_sampling``; DAPO, 2503.14476)."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ KINDS = ("all_right", "all_wrong")
 
 
 class DynamicSampling(GroupPart):
-    """Leaves these groups out; the step asks for further rollouts of other tasks, at most
-    ``algorithm.max_extra_rollouts``, until it has enough."""
+    """Drops these groups; until it has enough, the step requests at most ``algorithm.max_extra_rollouts`` further
+    rollouts of other tasks."""
 
     def __init__(self, config: Config) -> None:
         self.rounds = 1 + config.algorithm.max_extra_rollouts

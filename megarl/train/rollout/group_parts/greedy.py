@@ -1,4 +1,4 @@
-"""A greedy answer to each task beside the sampled ones, whose reward is their baseline (ReMax, 2310.10505)."""
+"""A greedy response to each task, in addition to the samples; its reward is their baseline (ReMax, 2310.10505)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.train.rollout.group_part import GroupPart
 
 
 class GreedyBaseline(GroupPart):
-    """Asks for the greedy answers."""
+    """Requests the greedy responses."""
 
     def sampling(self) -> Mapping[str, Any]:
         return {"greedy": True}

@@ -1,4 +1,4 @@
-"""Rewards that arrive later, up to a number of steps (``reward.late_steps``)."""
+"""Rewards that arrive up to a number of steps late (``reward.late_steps``)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.train.rollout.group_part import GroupPart
 
 
 class OverdueRewards(GroupPart):
-    """Lets a step take groups whose rewards have not come ``reward.late_steps`` steps after they were asked for."""
+    """Lets a step take groups whose rewards are still missing after ``reward.late_steps`` steps."""
 
     def __init__(self, config: Config) -> None:
         assert config.reward.late_steps is not None, "the settings ask for this part"

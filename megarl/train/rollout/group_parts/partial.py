@@ -1,4 +1,4 @@
-"""Answers that go on with later weights once they have used up a budget (``rollout.budget_tokens``; Kimi k1.5)."""
+"""Responses that continue with later weights after a token budget (``rollout.budget_tokens``; Kimi k1.5)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.train.rollout.group_part import GroupPart
 
 
 class BudgetAhead(GroupPart):
-    """Lets a wait for groups that were asked for ahead end where the budget of the present weights is used up."""
+    """Ends the wait for groups requested ahead once they have used up the budget of the current weights."""
 
     def __init__(self, config: Config, store: Store) -> None:
         self._pacing, self._store = Pacing.of(config.sync), store

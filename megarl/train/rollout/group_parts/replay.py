@@ -18,7 +18,7 @@ from megarl.train.rollout.reading import RolloutReader
 
 
 class ReplayedGroups(GroupPart):
-    """Reads these groups beside the new ones of a step."""
+    """Adds these groups to a step's new groups."""
 
     mixes_versions = True
 
@@ -32,8 +32,7 @@ class ReplayedGroups(GroupPart):
         self._seed, self._reader, self._replay, self._verified = config.trainer.seed, reader, replay, verified
 
     def begin(self, found: FoundGroups, state: TrainState) -> None:
-        """Read and verify the groups. They were verified when they were first used; it is done again because lengths
-        are rewarded there."""
+        """Read the groups and verify them again: verification includes length rewards, which depend on the step."""
         seed = data_seed(self._seed, state.rollbacks)
         read = self._reader.replayed(lambda: self._replay.groups(state.step, seed, state.step))
         if read is None:
@@ -43,7 +42,7 @@ class ReplayedGroups(GroupPart):
         verified = self._verified(trajectories, state.step)
         found.count(trajectories, verified)
         found.again, found.again_dropped = by_group(verified.trajectories), verified.dropped
-        # counted in their own step
+        # counted in the step that sampled them
         found.report += replace(verified.report, groups=0, dropped={}, ends={}, excluded={})
 
     def metrics(self, found: FoundGroups, new: int) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Settings of the sampler for each group, beside temperature, length and seed."""
+"""Sampler settings of each group, in addition to temperature, length and seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.train.rollout.group_part import GroupPart
 
 
 class SpareAnswers(GroupPart):
-    """Asks for answers beyond the size of a group (``rollout.spare``): those that end last are left out."""
+    """Requests more responses than the group size (``rollout.spare``); the last ones to end are dropped."""
 
     def __init__(self, config: Config) -> None:
         self._spare = config.rollout.spare
@@ -20,7 +20,7 @@ class SpareAnswers(GroupPart):
 
 
 class RecordedRouting(GroupPart):
-    """Asks for the experts of each token (``rollout.routing_replay``)."""
+    """Requests the experts chosen for each token (``rollout.routing_replay``)."""
 
     def sampling(self) -> Mapping[str, Any]:
         return {"routing": True}

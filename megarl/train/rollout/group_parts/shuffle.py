@@ -1,4 +1,4 @@
-"""Rewards that are independent of the answers, as a control experiment (``reward.shuffle``)."""
+"""Rewards that are independent of the responses, as a control experiment (``reward.shuffle``)."""
 
 from __future__ import annotations
 

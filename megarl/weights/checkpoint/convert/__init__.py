@@ -1,1 +1,1 @@
-"""``megarl convert``: from one format or grid to another."""
+"""Conversion of checkpoints between formats and grids (``megarl convert``)."""

@@ -1,4 +1,4 @@
-"""Adapters in a training checkpoint, written as PEFT's files. No model is built."""
+"""Export of adapters from a training checkpoint to PEFT's files, without building a model."""
 
 from __future__ import annotations
 
@@ -29,26 +29,25 @@ from megarl.weights.reshard.layouts import dist_layout, hf_layout
 
 ACTOR = "actor"
 REFERENCE = "reference"
-"""Folder of a run with the model that its warm start has made."""
+"""Folder of a run with the model made by its warm start."""
 
 
 @dataclass(frozen=True)
 class AdapterCheckpoint:
-    """The actor of a training checkpoint of a run with adapters."""
+    """The actor's adapters in a training checkpoint."""
 
     path: Path
-    """Directory of dist_checkpointing."""
+    """Directory in the dist_checkpointing format."""
     lora: LoraConfig
     base: Path
-    """HF checkpoint that the adapters are for."""
+    """HF checkpoint of the base model."""
 
     @classmethod
     def of(cls, source: Path) -> AdapterCheckpoint | None:
-        """Open a checkpoint; None where it has no adapters. Their rank and alpha, and the model that they are for, come
-        from ``resolved.json`` of the run that it lies in.
+        """Open a checkpoint; ``None`` without adapters. Its run's ``resolved.json`` has rank, alpha and base model.
 
-        Raises CheckpointError for a checkpoint that does not lie in its run or was not finished, and for adapters of a
-        critic; ConfigError for a damaged ``resolved.json``.
+        Raises CheckpointError for an unfinished checkpoint, one outside its run, or adapters of a critic; ConfigError
+        for a damaged ``resolved.json``.
         """
         path = find_dist(source)
         if path is None or not has_adapters(path):
@@ -73,14 +72,14 @@ class AdapterCheckpoint:
         settings: Settings = Settings(),  # noqa: B008
         config: Path | None = None,
     ) -> ConversionSummary:
-        """Write the adapters, and what ``modules_to_save`` trains, as PEFT's files with the checkpoint's bits.
+        """Write adapters and tensors trained by ``modules_to_save`` as PEFT's files, with the checkpoint's bits.
 
         Args:
-            settings: Uses dtype, overwrite, allow_nonfinite and verify.
-            config: Directory of config.json; None: the checkpoint's own.
+            settings: dtype, overwrite, allow_nonfinite and verify are used.
+            config: Directory of config.json; ``None``: the checkpoint's.
 
-        Raises CheckpointError for files that differ from the checkpoint's manifest, tensors that are missing or have
-        another shape, values that are not finite, and an existing target without ``settings.overwrite``.
+        Raises CheckpointError for files that differ from the checkpoint's manifest, missing or misshapen tensors,
+        non-finite values, and an existing target without ``settings.overwrite``.
         """
         began = time.monotonic()
         if target.exists() and not settings.overwrite:
@@ -110,11 +109,11 @@ class AdapterCheckpoint:
         return ConversionSummary(target, len(tensors), 1, nbytes, 0, time.monotonic() - began)
 
     def _read(self, files: DistFiles, hf_config: dict[str, Any], head: Head) -> dict[str, torch.Tensor]:
-        """HF name -> whole tensor of all that PEFT's files have."""
+        """Read all tensors of PEFT's files: HF name -> full tensor."""
         found: dict[str, torch.Tensor] = {}
         for name, shape in file_shapes(factors_of(hf_config, self.lora, head).values()).items():
             key = f"{ADAPTER}{name}"
-            # B of an output layer has the rows of the padded vocabulary.
+            # B of an output layer has the padded vocabulary's rows.
             if key not in files.shapes or any(has < n for has, n in zip(files.shapes[key], shape, strict=True)):
                 raise CheckpointError(
                     f"{key} in {self.path} has shape {files.shapes.get(key)}, model.lora of its run asks for {shape}; "
@@ -148,7 +147,7 @@ class AdapterCheckpoint:
 
 
 def _compare(target: Path, tensors: Mapping[str, torch.Tensor], hf_config: HFConfig) -> None:
-    """Raise CheckpointError where the files have other bits than were written."""
+    """Raise CheckpointError if the files differ from the tensors written."""
     files = peft.open_adapter(target, {name: tuple(t.shape) for name, t in tensors.items()}, hf_config=hf_config)
     try:
         wrong = [n for n, t in tensors.items() if not torch.equal(files.read(n, boxes.whole(tuple(t.shape))), t)]

@@ -1,7 +1,7 @@
-"""An adapter of PEFT put into an HF checkpoint, W + s·B·A, and taken out of it again.
+"""Merge a PEFT adapter into an HF checkpoint, W + s·B·A, or remove it again.
 
-Both are computed in float32 block by block as the files are written, and rounded once. Memory is a few blocks for each
-worker and a few A's, whatever the model's size is.
+Both are computed in float32 block by block while the files are written, and rounded once. Memory is a few blocks for
+each worker and a few A's, independent of the model's size.
 """
 
 from __future__ import annotations
@@ -30,31 +30,31 @@ from megarl.weights.reshard.adapters import Factors, factors_of, file_shapes, tr
 from megarl.weights.reshard.boxes import Box, Shape
 
 _KEPT = 8
-"""A's, and an embedding's B, that are kept for the next blocks of their tensors."""
+"""Maximum number of cached A's, and B's of an embedding, for later blocks of their tensors."""
 
 
 @dataclass(frozen=True)
 class WeightDifference:
-    """Elements of a model that differ from another's."""
+    """Differences between the elements of two models."""
 
     elements: int
     different: int
     largest: float
     """Largest difference, relative to the largest element of its tensor."""
     tensor: str
-    """The tensor that has it; "" without a difference."""
+    """Tensor with the largest difference; "" without a difference."""
 
 
 class WithAdapter:
     """The tensors of an HF checkpoint with ``sign`` times an adapter added in float32: a ``Source``.
 
-    Tensors of ``modules_to_save`` are the adapter's, or with ``sign`` -1 those of ``base``.
+    Tensors of ``modules_to_save`` come from the adapter, or with ``sign`` -1 from ``base``.
     """
 
     def __init__(
         self, source: Source, files: HFFiles, factors: Mapping[str, Factors], saved: Mapping[str, Source], sign: float
     ) -> None:
-        """``saved``: HF name of a tensor that is no sum -> where it is."""
+        """``saved``: HF name of a replaced tensor -> its source."""
         self.path = source.path
         self._source, self._files, self._factors, self._saved, self._sign = source, files, factors, saved, sign
         own = {name: torch.float32 for name in factors}
@@ -69,11 +69,11 @@ class WithAdapter:
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
-        """Dtypes as they are read: float32 for a sum."""
+        """Dtypes that ``read`` returns: float32 for a sum."""
         return self._dtypes
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a box of a tensor, into ``out`` where that fits."""
+        """Read a box of a tensor, into ``out`` if it fits."""
         if (other := self._saved.get(name)) is not None:
             return other.read(name, box, out)
         own = self._factors.get(name)
@@ -88,7 +88,7 @@ class WithAdapter:
         return whole.add_(b @ self._whole(own.a)[:, slice(*columns)], alpha=self._sign * own.scale)
 
     def _whole(self, name: str) -> torch.Tensor:
-        """The A or B that every block of rows takes."""
+        """Full A or B for all blocks of rows, cached."""
         with self._lock:
             if name not in self._kept:
                 while len(self._kept) >= _KEPT:
@@ -98,7 +98,7 @@ class WithAdapter:
             return self._kept[name]
 
     def file_of(self, name: str) -> Path:
-        """The checkpoint's file of a tensor, or the adapter's."""
+        """File with a tensor, in the checkpoint or the adapter."""
         return self._saved.get(name, self._source).file_of(name)
 
 
@@ -108,11 +108,10 @@ def merge_adapter(
     target: Path,
     settings: Settings = Settings(),  # noqa: B008
 ) -> ConversionSummary:
-    """Write an HF checkpoint with an adapter of PEFT in its weights. Where the adapter has a score head, the target is
-    a sequence-classification checkpoint, also of a model without a score head.
+    """Merge a PEFT adapter into an HF checkpoint. If the adapter has a score head, the target is a
+    sequence-classification checkpoint, even if the source has no score head.
 
-    Raises CheckpointError for a checkpoint or adapter that is not whole, an adapter of another model, an existing
-    target and a full disk.
+    Raises CheckpointError: incomplete checkpoint or adapter, another model's adapter, existing target, full disk.
     """
     return _convert(source, adapter, target, settings, 1.0, None)
 
@@ -124,15 +123,15 @@ def unmerge_adapter(
     settings: Settings = Settings(),  # noqa: B008
     base: Path | None = None,
 ) -> tuple[ConversionSummary, WeightDifference | None]:
-    """Write an HF checkpoint without the adapter of PEFT that was merged into it.
+    """Write an HF checkpoint after removing a PEFT adapter that was merged into it.
 
-    W' is W + s·B·A after rounding, so W' − s·B·A is W to within that rounding.
+    W' is W + s·B·A after rounding, so W' − s·B·A equals W up to rounding.
 
     Args:
         base: The model before the merge: source of the tensors that the adapter replaced (``modules_to_save``), and
-            compared with what was written.
+            compared with the result.
 
-    Raises CheckpointError as ``merge_adapter``, and without ``base`` for an adapter that replaced tensors.
+    Raises CheckpointError as ``merge_adapter`` does, and if the adapter replaced tensors and ``base`` is ``None``.
     """
     summary = _convert(source, adapter, target, settings, -1.0, base)
     if base is None:
@@ -194,9 +193,9 @@ def _convert(
 
 
 def compare(path: Path, other: Path, settings: Settings = Settings()) -> WeightDifference:  # noqa: B008
-    """Compare every tensor of an HF checkpoint with another's, each cast to the first one's dtype.
+    """Compare every tensor of an HF checkpoint with another checkpoint's, cast to the first one's dtype.
 
-    Raises CheckpointError where the two are no models of one kind.
+    Raises CheckpointError if the two models have different tensors.
     """
     mine, theirs = (open_hf_checkpoint(each_path, settings.head, settings.mtp) for each_path in (path, other))
     try:

@@ -1,4 +1,4 @@
-"""``megarl convert``: arguments and what they call. Torch is imported when a command runs, not for ``--help``."""
+"""``megarl convert``: arguments and tools. Torch is imported when a tool runs, not for ``--help``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Description and sub-commands of ``megarl convert``."""
+    """Add description and sub-commands of ``megarl convert``."""
     parser.description = DESCRIPTION
     tools = parser.add_subparsers(dest="tool", required=True, metavar="tool")
 
@@ -148,7 +148,7 @@ def _grid(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run one tool; errors of megarl.core.errors are the caller's to print."""
+    """Run one tool; the caller prints errors of megarl.core.errors."""
     from megarl.core.errors import CheckpointError, ConfigError
 
     for option in ("workers", "file_gib", "vocab_multiple"):

@@ -1,9 +1,7 @@
-"""HF checkpoint <-> Megatron-Core checkpoint, and a Megatron one cut and padded differently: tables, plan and slices,
-no model.
+"""Conversion HF <-> Megatron-Core, and resharding of Megatron checkpoints: tables, plans and slices, no model.
 
-All are one operation: open and check the source, lay out the target's files, stream the moves of the plan into them,
-publish the directory. Memory is a few blocks of ``stream.BLOCK_ELEMENTS`` for each worker, whatever the model's size
-is.
+All conversions work alike: open and check the source, lay out the target's files, stream the plan's moves into them,
+publish the directory. Memory is a few blocks of ``stream.BLOCK_ELEMENTS`` per worker, independent of model size.
 """
 
 from __future__ import annotations
@@ -46,20 +44,20 @@ from megarl.weights.reshard.plan import build_plan
 @dataclass(frozen=True)
 class Settings:
     dtype: torch.dtype | None = None
-    """Dtype of the target; None: each tensor's own."""
+    """Dtype of the target; ``None`` keeps each tensor's dtype."""
     head: Head = "auto"
     mtp: bool = False
     """Keep multi-token prediction layers."""
     workers: int = 2
     file_bytes: int = 2 << 30
     verify: bool = False
-    """Read both sides again and compare digests before the target appears."""
+    """Read both sides again and compare digests before publishing the target."""
     overwrite: bool = False
     allow_nonfinite: bool = False
-    """Convert tensors with NaN or infinite values; else they are refused."""
+    """Convert tensors with NaN or infinite values instead of refusing them."""
     progress: bool = True
     grid: MegatronGrid = field(default_factory=MegatronGrid)
-    """A Megatron target is cut as these ranks would save it."""
+    """Grid for a Megatron target: files are split as these ranks would save them."""
     vocab_multiple: int = VOCAB_MULTIPLE
 
 
@@ -73,14 +71,14 @@ class ConversionSummary:
     bytes: int
     """Bytes of elements in the target."""
     kept_files: int
-    """Finished by an earlier run and found unchanged."""
+    """Number of files finished by an earlier run and found unchanged."""
     seconds: float
 
 
 def convert_hf_to_megatron(source: Path, target: Path, settings: Settings = Settings()) -> ConversionSummary:  # noqa: B008
-    """Write an HF checkpoint (safetensors, also DeepSeek's FP8) as one that Megatron-Core's dist_checkpointing loads.
+    """Convert an HF checkpoint (safetensors, also DeepSeek's FP8) to Megatron-Core's dist_checkpointing format.
 
-    Raises CheckpointError for a source that does not fit its family's table, an existing target and a full disk.
+    Raises CheckpointError if the source does not match its family's table, the target exists or the disk is full.
     """
     target = named_target(target)
     opened = open_hf_checkpoint(source, settings.head, settings.mtp)
@@ -90,8 +88,8 @@ def convert_hf_to_megatron(source: Path, target: Path, settings: Settings = Sett
 def convert_megatron_to_hf(
     source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()
 ) -> ConversionSummary:  # noqa: B008
-    """Write the model of a dist_checkpointing directory as an HF checkpoint. ``config``: directory of config.json and
-    tokenizer (None: the checkpoint's own). Raises CheckpointError as above."""
+    """Convert the model of a dist_checkpointing directory to an HF checkpoint. ``config``: directory of config.json and
+    tokenizer (``None``: the checkpoint's). Raises CheckpointError as ``convert_hf_to_megatron`` does."""
     target = named_target(target)
     opened = open_dist_checkpoint(source, config, settings.head, settings.mtp)
     return run(opened, HFTarget(opened, settings.dtype, settings.file_bytes), target, settings)
@@ -100,8 +98,8 @@ def convert_megatron_to_hf(
 def reshard_checkpoint(
     source: Path, target: Path, config: Path | None = None, settings: Settings = Settings()
 ) -> ConversionSummary:  # noqa: B008
-    """Write the model of a dist_checkpointing directory again, cut for ``settings.grid``. Raises CheckpointError as
-    above."""
+    """Write the model of a dist_checkpointing directory again, resharded for ``settings.grid``. Raises CheckpointError
+    as ``convert_hf_to_megatron`` does."""
     target = named_target(target)
     opened = open_dist_checkpoint(source, config, settings.head, settings.mtp)
     return _to_megatron(opened, target, settings)
@@ -128,14 +126,14 @@ def run(
     recipe: str = "",
     compare: bool = True,
 ) -> ConversionSummary:
-    """Write a target from an opened checkpoint, and close that.
+    """Write a target from an opened checkpoint, then close the checkpoint.
 
     Args:
-        source: Tensors that are written in place of the checkpoint's, by the same names.
-        others: Directories beside the checkpoint's that the target may not replace.
-        paths: Files that ``source`` reads beside the checkpoint's.
-        recipe: Settings of ``source``: files that a killed conversion wrote with others are written again.
-        compare: Compare the checkpoint with its manifest first, where it has one.
+        source: Tensors to write instead of the checkpoint's, under the same names.
+        others: Further directories that the target may not replace.
+        paths: Further files that ``source`` reads.
+        recipe: Settings of ``source``. Files of a killed conversion with other settings are written again.
+        compare: First compare the checkpoint with its manifest, if it has one.
     """
     began = time.monotonic()
     nonfinite: dict[str, str] | None = {} if settings.allow_nonfinite else None
@@ -165,7 +163,7 @@ def run(
                 work.verify()
             for text in (nonfinite or {}).values():
                 logging.warning("%s", text)
-            output.commit(_manifest(opened, target, records, output.beside()))
+            output.commit(manifest_of(opened, target, records, output.beside()))
     finally:
         opened.close()
     size = sum(file_size(target, file) for file in target.files)
@@ -173,8 +171,7 @@ def run(
 
 
 def _check_casts(opened: Opened, target: Target) -> None:
-    """Log which float64 tensors are cast; raise CheckpointError where they would stay so, which no loader of the target
-    expects."""
+    """Log float64 tensors that are cast. Raise CheckpointError if some stay float64, which loaders do not expect."""
     dtypes = {part: target.dtypes[row.local] for row in target.layout.rows for part in row.parts}
     double = {name: dtypes[name] for name in target.layout.tensors if opened.dtype_of(name) is torch.float64}
     for name, dtype in double.items():
@@ -186,14 +183,14 @@ def _check_casts(opened: Opened, target: Target) -> None:
 
 
 class _Work:
-    """The files of one conversion, shared out to threads."""
+    """Files of one conversion, distributed over threads."""
 
     def __init__(self, transfer: Transfer, target: Target, output: OutputDirectory, settings: Settings) -> None:
         self.transfer, self.target, self.output, self.settings = transfer, target, output, settings
         self._lock = threading.Lock()
 
     def check_finished(self) -> int:
-        """Keep the files of an earlier run whose elements still have the digests that were noted; returns how many."""
+        """Keep an earlier run's files that still match their recorded digests; return their number."""
         files = [file for file in self.target.files if file.name in self.output.finished]
         good: list[Finished] = []
 
@@ -227,7 +224,7 @@ class _Work:
         self._each("writing", files, write)
 
     def verify(self) -> None:
-        """Read source and target again; raise CheckpointError naming tensors whose digests differ."""
+        """Read source and target again. Raise CheckpointError naming tensors with different digests."""
         written = self.target.reader(self.output.path)
         wrong: list[str] = []
 
@@ -273,8 +270,7 @@ class _Work:
 
 
 def _fingerprint(opened: Opened, target: Target, others: Sequence[Path], recipe: str) -> str:
-    """Everything that a conversion's result depends on: source files as they are now, files and dtypes of the
-    target."""
+    """Hash everything that determines the result: source files with size and time, target files and dtypes."""
     digest = hashlib.sha256(f"{FORMAT}{recipe}".encode())
     for path in [*opened.source.paths(), *others]:
         stat = path.stat()
@@ -287,7 +283,9 @@ def _fingerprint(opened: Opened, target: Target, others: Sequence[Path], recipe:
     return digest.hexdigest()
 
 
-def _manifest(opened: Opened, target: Target, records: list[Finished], beside: list[str]) -> dict[str, Any]:
+def manifest_of(opened: Opened, target: Target, records: list[Finished], beside: list[str]) -> dict[str, Any]:
+    """Return the manifest of a converted checkpoint: its files, and a digest of every tensor. ``beside``: files that
+    were copied."""
     digests: Digests = {}
     files: dict[str, list[str]] = defaultdict(list)
     for record in records:

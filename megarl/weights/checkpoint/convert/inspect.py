@@ -1,4 +1,4 @@
-"""Contents of a checkpoint of either format: tensors, what its table misses or does not know, and digests."""
+"""Inspect a checkpoint of either format: its tensors, missing and unknown ones, and digests."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ class Inspection:
     kind: str
     """``hf`` or ``megatron``."""
     tensors: dict[str, Found]
-    """Tensors by stored name; in a Megatron checkpoint its key."""
+    """Tensors by stored name (in a Megatron checkpoint: key)."""
     family: str | None = None
     head: str | None = None
     problem: str | None = None
-    """Reason why it could not be compared with a table."""
+    """Reason why comparison with a table was impossible."""
     missing: list[str] = field(default_factory=list)
     misshapen: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     beside: list[str] = field(default_factory=list)
-    """No part of the model: optimizer state, prediction layers."""
+    """Stored tensors that are not part of the model: optimizer state, prediction layers."""
     changed: list[str] = field(default_factory=list)
     """Differences of files and tensors from the manifest."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Logical (HF) tensor -> digest: computed, or as the manifest has it."""
+    """Logical (HF) tensor -> digest, computed or from the manifest."""
     digests_from: str = ""
 
     @property
@@ -57,7 +57,7 @@ class Inspection:
         return not (self.problem or self.missing or self.misshapen or self.unknown or self.changed)
 
     def to_json(self) -> str:
-        """Return the findings as JSON."""
+        """Return the inspection as JSON."""
         return json.dumps(asdict(self), indent=1)
 
 
@@ -72,9 +72,9 @@ def inspect_checkpoint(
     workers: int = 2,
     progress: bool = True,
 ) -> Inspection:
-    """Look at a checkpoint. ``digests``: compute them, of the elements cast to ``dtype``.
+    """Inspect a checkpoint. ``digests``: compute digests of the elements, cast to ``dtype``.
 
-    Raises CheckpointError for what cannot be read at all; that tensors are missing or unknown is part of the answer.
+    Raises CheckpointError only if the checkpoint is unreadable; missing and unknown tensors are in the result.
     """
     found = _stored(path)
     try:
@@ -104,7 +104,7 @@ def inspect_checkpoint(
 
 
 def _refusal(path: Path, config_path: Path | None, head: Head, mtp: bool) -> str | None:
-    """Reason why a conversion would refuse the checkpoint; None where it would take it."""
+    """Reason why a conversion would refuse the checkpoint; ``None`` if it would accept it."""
     try:
         open_checkpoint(path, config_path=config_path, head=head, mtp=mtp).close()
     except CheckpointError as error:
@@ -120,7 +120,7 @@ def _read_all(
     workers: int,
     progress: bool,
 ) -> None:
-    """The digests; those of the elements as they are stored are compared with the manifest's."""
+    """Compute the digests; compare digests in the stored dtype with the manifest's."""
     nonfinite: dict[str, str] = {}
     values = compute_digests(opened, dtype, workers=workers, progress=progress, nonfinite=nonfinite)
     found.misshapen += nonfinite.values()
@@ -175,7 +175,7 @@ def _compare(found: Inspection, opened: Opened) -> None:
 
 
 def render(found: Inspection) -> str:
-    """The inspection as text for a terminal."""
+    """Format the inspection as text for a terminal."""
     elements = sum(prod(t.shape) for t in found.tensors.values())
     files = sorted({file for t in found.tensors.values() for file in t.files})
     dtypes = sorted({t.dtype for t in found.tensors.values()})

@@ -1,4 +1,4 @@
-"""A checkpoint of either format, opened and checked against its family's table before anything is done with it."""
+"""Open a checkpoint of either format and check it against its family's table."""
 
 from __future__ import annotations
 
@@ -52,20 +52,20 @@ EMBEDDING_KEY = "embedding.word_embeddings.weight"
 
 @dataclass
 class Opened:
-    """A checkpoint whose files have every tensor that its table asks for."""
+    """A checkpoint that has every tensor of its table."""
 
     kind: Literal["hf", "megatron"]
     path: Path
     config_path: Path
-    """The directory of config.json and tokenizer."""
+    """Directory of config.json and tokenizer."""
     hf_config: dict[str, Any]
     source: HFFiles | Dequantised | Divided | DistFiles
     layout: Layout
-    """One rank; local names are those of ``source``."""
+    """Layout on one rank; local names are the names in ``source``."""
     is_value: bool
     mtp: bool
     other: tuple[str, ...] = field(default=())
-    """Stored tensors that are not part of it (optimizer state, prediction layers that are dropped)."""
+    """Stored tensors that do not belong to the model (optimizer state, dropped prediction layers)."""
 
     def close(self) -> None:
         """Close the files."""
@@ -73,24 +73,23 @@ class Opened:
 
     @property
     def table(self) -> TableHead:
-        """Head for which the architecture tables are asked."""
+        """Head for the architecture tables."""
         return "score" if self.is_value else "lm"
 
     def is_expected(self, name: str) -> bool:
-        """Return True if a stored tensor that the layout leaves out may be there."""
+        """True if a stored tensor outside the layout is allowed."""
         if self.kind == "hf":
             return is_expected(name, self.layout, self.hf_config)
         return _beside(name, self.mtp) or (name == OUTPUT and _is_tied(self.hf_config, self.is_value))
 
     def dtype_of(self, tensor: str) -> torch.dtype:
-        """The dtype in which a logical tensor is stored."""
+        """Stored dtype of a logical tensor."""
         found = {self.source.dtypes[row.local] for row in self.layout.rows_with[tensor]}
         return found.pop()
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The completed configuration. Raises CheckpointError for one that is missing, damaged or refused by
-    transformers."""
+    """Read and complete the configuration. Raises CheckpointError if missing, damaged or refused by transformers."""
     try:
         return read_hf_config(path)
     except ArchitectureError as error:
@@ -98,7 +97,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def family(hf_config: dict[str, Any], where: Path, head: TableHead = "lm") -> str:
-    """The checked family of a configuration. Raises CheckpointError for one without a table."""
+    """Return the family name of a configuration. Raises CheckpointError if it has no table."""
     try:
         return architecture(hf_config, head).name
     except ArchitectureError as error:
@@ -108,9 +107,9 @@ def family(hf_config: dict[str, Any], where: Path, head: TableHead = "lm") -> st
 def open_checkpoint(
     path: Path, *, config_path: Path | None = None, head: Head = "auto", mtp: bool = False, check: bool = True
 ) -> Opened:
-    """Open a directory of either format. With ``check`` every tensor must be there and none be unknown.
+    """Open a directory of either format. ``check`` requires every tensor and refuses unknown ones.
 
-    Raises CheckpointError naming file, tensor, expected and found.
+    Raises CheckpointError with file, tensor, expected and found value.
     """
     dist = find_dist(path)
     return (
@@ -141,8 +140,7 @@ def open_hf_checkpoint(path: Path, head: Head = "auto", mtp: bool = False, check
 
 
 def config_folder(path: Path) -> Path:
-    """Directory of config.json and tokenizer of a dist_checkpointing directory. Raises CheckpointError where there is
-    none."""
+    """Directory of config.json and tokenizer for a dist_checkpointing directory. Raises CheckpointError if missing."""
     places = (path / HF_FOLDER, path.parent / HF_FOLDER, path)
     found = next((p for p in places if (p / "config.json").is_file()), None)
     if found is None:
@@ -155,7 +153,7 @@ def config_folder(path: Path) -> Path:
 def open_dist_checkpoint(
     path: Path, config_path: Path | None, head: Head = "auto", mtp: bool = False, check: bool = True
 ) -> Opened:
-    """``path``: the directory of dist_checkpointing, or the one above where it is called ``actor`` or ``dist_ckpt``."""
+    """Open a dist_checkpointing directory: ``path``, or its ``actor`` or ``dist_ckpt`` folder."""
     path = find_dist(path) or path
     check_finished(path)
     if config_path is None:
@@ -173,15 +171,15 @@ def open_dist_checkpoint(
     rows = files.shapes.get(EMBEDDING_KEY, (0,))[0]
     if check and rows < hf_config["vocab_size"]:
         raise CheckpointError(
-            f"{EMBEDDING_KEY} in {path} has {rows} rows, config.json asks for {hf_config['vocab_size']} or more; the "
-            "two are of different models"
+            f"{EMBEDDING_KEY} in {path} has {rows} rows, config.json asks for {hf_config['vocab_size']} or more; "
+            "they belong to different models"
         )
     table: TableHead = "score" if is_value else "lm"
     family(hf_config, config_path, table)
     layout = dist_layout(hf_config, vocab=max(rows, hf_config["vocab_size"]), mtp=mtp, head=table)
     wanted = layout.local_shapes(0)
     stored = adapt(files.stored, wanted)
-    # A tied model may have been saved with its copy of the embedding.
+    # A tied model may have been saved with a copy of the embedding.
     copy = {OUTPUT} if _is_tied(hf_config, is_value) else set()
     other = tuple(key for key in files.stored if not is_known(key, wanted))
     if check:
@@ -197,7 +195,7 @@ def _is_tied(hf_config: dict[str, Any], is_value: bool) -> bool:
 
 
 def _beside(key: str, mtp: bool) -> bool:
-    """Return True if a stored tensor is no part of the model that is asked for."""
+    """True if a stored tensor is not part of the requested model."""
     return NOT_MODEL.match(key) is not None or (not mtp and key.startswith("mtp."))
 
 

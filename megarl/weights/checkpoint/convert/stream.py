@@ -1,6 +1,5 @@
-"""Carries out a plan between two checkpoints in files: reads slices, casts, sums digests and hands out bytes in the
-order of the target's files. Memory is a few blocks for each worker, whatever the sizes of the tensors are.
-"""
+"""Executes a plan between two checkpoints in files: reads slices, casts, sums digests and yields bytes in the order of
+the target's files. Memory is a few blocks for each worker, independent of tensor sizes."""
 
 from __future__ import annotations
 
@@ -21,15 +20,15 @@ from megarl.weights.reshard.plan import Move, ReshardPlan
 
 BLOCK_ELEMENTS = 4 << 20
 _IN_FLIGHT = 64 << 20
-"""Bytes of the blocks of all workers together: each has two buffers, of 4 bytes an element or less but for float64."""
+"""Total bytes of all workers' blocks. Each worker has two buffers, at most 4 bytes an element (8 for float64)."""
 _MODULUS = 1 << 64
 
 Digests = dict[str, int]
-"""Logical tensor -> digest of the elements seen so far."""
+"""Logical tensor -> digest of the elements read so far."""
 
 
 class Region(NamedTuple):
-    """A box of a target tensor whose elements lie together, row-major, in a file of the target."""
+    """A box of a target tensor that is contiguous, row-major, in a file of the target."""
 
     local: str
     box: Box
@@ -41,15 +40,14 @@ class OutFile(NamedTuple):
 
 
 class Transfer:
-    """The moves of a plan between two one-rank layouts, by where they go.
+    """The moves of a plan between two one-rank layouts, by destination.
 
     Args:
         plan: From the source checkpoint's layout to the target's.
-        source: Its tensors, under the source layout's local names.
-        dtypes: Target local name -> dtype that it gets.
-        workers: How many threads will ask for blocks at a time; the more, the smaller these are.
-        nonfinite: Gets an entry for each tensor with a value that is not finite, and how; None: such a value is an
-            error.
+        source: Tensors of the source, under the source layout's local names.
+        dtypes: Local name in the target -> dtype.
+        workers: Number of threads that request blocks concurrently; more threads get smaller blocks.
+        nonfinite: Collects a text for each tensor with non-finite values; ``None`` makes such a value an error.
     """
 
     def __init__(
@@ -72,9 +70,9 @@ class Transfer:
         self._moves = {local: BoxIndex(items) for local, items in moves.items()}
 
     def blocks(self, region: Region, digests: Digests) -> Iterator[torch.Tensor]:
-        """The region's elements from the source, as contiguous blocks in row-major order; adds to ``digests``.
+        """Yield the region's source elements as contiguous row-major blocks; add their digests to ``digests``.
 
-        Raises CheckpointError where a file does not have what it should, or a value that is not finite.
+        Raises CheckpointError for damaged files and non-finite values.
         """
         dtype, index = self.dtypes[region.local], self._moves.get(region.local)
         scratch = _Scratch(min(self._block, boxes.volume(region.box)))
@@ -90,7 +88,7 @@ class Transfer:
             yield block
 
     def digest(self, region: Region, written: Source, digests: Digests) -> Iterator[int]:
-        """Add to ``digests`` what was written of a region; yields the number of elements after each block."""
+        """Add digests of a written region to ``digests``; yield the number of elements after each block."""
         dtype, index = self.dtypes[region.local], self._moves.get(region.local)
         scratch = _Scratch(min(self._block, boxes.volume(region.box)))
         for box in boxes.split(region.box, self._block):
@@ -100,7 +98,7 @@ class Transfer:
             yield block.numel()
 
     def _read(self, common: Box, move: Move, view: torch.Tensor, scratch: _Scratch) -> None:
-        """Read straight into the block where its dtype and the file's are the same, else by way of a second buffer."""
+        """Read directly into the block if its dtype equals the file's, else through a second buffer."""
         start = boxes.shifted(move.src_at, _offset(common, move))
         box = boxes.at(start, tuple(view.shape))
         shape, dtype = boxes.shape_of(box), self.source.dtypes[move.src_local]
@@ -113,7 +111,7 @@ class Transfer:
             self._note(move, fault)
 
     def _note(self, move: Move, fault: str) -> None:
-        """Take note of values that are not finite, or raise CheckpointError."""
+        """Record non-finite values, or raise CheckpointError."""
         text = f"{move.tensor} in {self.source.file_of(move.src_local)} {fault}"
         if self.nonfinite is None:
             raise CheckpointError(f"{text}; --allow-nonfinite converts it as it is")
@@ -126,8 +124,7 @@ class Transfer:
 
 
 class _Scratch:
-    """Two buffers, used again for every block: what is given back to the allocator would stay with the thread that had
-    it."""
+    """Two reusable buffers. Memory freed per block would stay with the thread that allocated it."""
 
     def __init__(self, elements: int) -> None:
         self._elements = elements
@@ -141,13 +138,13 @@ class _Scratch:
 
 
 def _offset(common: Box, move: Move) -> tuple[int, ...]:
-    """Start of a part of the move's destination box, counted from that box, along the logical tensor's axes."""
+    """Start of a part of the move's destination box, relative to that box, along the logical tensor's axes."""
     lead = len(move.dst_at) - len(move.box)
     return tuple(lo - at for (lo, _), at in zip(common[lead:], move.dst_at[lead:], strict=True))
 
 
 def _part(block: torch.Tensor, box: Box, common: Box, move: Move) -> torch.Tensor:
-    """The view of ``common`` within the block that holds ``box``, with the logical tensor's axes."""
+    """View of ``common`` in the block for ``box``, with the logical tensor's axes."""
     lead = len(move.dst_at) - len(move.box)
     start = tuple(lo - first for (lo, _), (first, _) in zip(common, box, strict=True))
     return block[boxes.index_of(start, boxes.shape_of(common[lead:]))]

@@ -1,4 +1,4 @@
-"""Contents of the files of a checkpoint of either format, and the writing of them and of the files beside them."""
+"""File contents of a checkpoint of either format, and writers for them and for accompanying files."""
 
 from __future__ import annotations
 
@@ -44,21 +44,21 @@ Closable = HFFiles | Dequantised | Divided | DistFiles
 class Target(Protocol):
     kind: str
     layout: Layout
-    """One rank; local names are those in the files."""
+    """Layout on one rank; local names are the names in the files."""
     dtypes: dict[str, torch.dtype]
     """Local name -> dtype."""
     files: tuple[OutFile, ...]
 
     def write(self, path: Path, file: OutFile, blocks: Blocks) -> tuple[tuple[str, Chunk], ...]:
-        """Write one file of the directory ``path``; what of it the directory's metadata must know."""
+        """Write one file of the directory ``path``; return the chunks for the directory's metadata."""
         ...
 
     def reader(self, path: Path, records: Iterable[Finished] | None = None) -> Closable:
-        """The tensors of these files; None: of the finished directory."""
+        """Open these files' tensors for reading; ``None``: the finished directory's."""
         ...
 
     def finish(self, path: Path, records: Iterable[Finished]) -> None:
-        """Write everything beside the files."""
+        """Write all other files."""
         ...
 
 
@@ -68,7 +68,7 @@ def file_size(target: Target, file: OutFile) -> int:
 
 
 def _local_dtypes(layout: Layout, opened: Opened, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """A tensor's own dtype where it keeps one, else ``dtype``, else the one it is stored in."""
+    """Choose each dtype: the tensor's fixed one, else ``dtype``, else the stored one."""
     found: dict[str, torch.dtype] = {}
     for row in layout.rows:
         for tensor in row.parts:
@@ -100,7 +100,7 @@ class HFTarget:
             for stored, group in parts.items()
         }
         self.files = tuple(
-            # Wide elements first, so that every tensor is aligned to its element.
+            # Wide elements first, to align every tensor to its element size.
             OutFile(
                 name,
                 tuple(
@@ -127,7 +127,7 @@ class HFTarget:
         return ()
 
     def _in_order(self, regions: list[Region], blocks: Blocks) -> Iterator[torch.Tensor]:
-        """The elements of a stored tensor, or of one of its experts, in the order of the file."""
+        """Yield the elements of a stored tensor, or of one of its experts, in file order."""
         first = self._places[regions[0].local]
         if not first.transposed:
             for region in regions:
@@ -157,7 +157,7 @@ class HFTarget:
 
 
 class DistTarget:
-    """A Megatron-Core checkpoint, cut into chunks and files as ranks of ``grid`` would have saved it."""
+    """A Megatron-Core checkpoint, split into chunks and files as ranks of ``grid`` would save it."""
 
     kind = "megatron"
 
@@ -171,7 +171,7 @@ class DistTarget:
     ) -> None:
         self._opened = opened
         config, mtp, head = opened.hf_config, opened.mtp, opened.table
-        # The names of TransformerEngine's spec are never seen here; it keeps MLA's down-projections whole.
+        # TransformerEngine's names do not appear in files; its spec does not shard MLA's down-projections.
         ranks = megatron_layout(
             config, grid, vocab_multiple=vocab_multiple, transformer_impl="transformer_engine", mtp=mtp, head=head
         )
@@ -224,7 +224,7 @@ class DistTarget:
 
     def finish(self, path: Path, records: Iterable[Finished]) -> None:
         shapes = self.layout.local_shapes(0)
-        # Both names of a norm, so that models of either spec load it; they share the bytes.
+        # Write both names of a norm, sharing bytes, so that models of either spec can load it.
         aliases = {name: key for key in shapes if (name := other_name(key, shapes)) is not None}
         chunks = [item for record in records for item in record.chunks]
         tensors = {key: (self.dtypes[key], shape) for key, shape in shapes.items()}
@@ -234,7 +234,7 @@ class DistTarget:
 
 
 def _merged(found: list[Box]) -> list[Box]:
-    """Boxes joined where one continues another along a single axis: the parts of one rank's fused tensor."""
+    """Merge boxes that are adjacent along a single axis: the parts of one rank's fused tensor."""
     out: list[Box] = []
     for box in sorted(found):
         differ = [axis for axis, (a, b) in enumerate(zip(out[-1], box, strict=True)) if a != b] if out else []
@@ -252,7 +252,7 @@ def _write_all(stream: Any, data: memoryview) -> None:
 
 
 def _copy_small_files(opened: Opened, folder: Path, target: Target) -> None:
-    """config.json as it now is, with the dtype of most elements; tokenizer and other small files."""
+    """Write the current config.json with the dtype of most elements; copy tokenizer and other small files."""
     counts: dict[torch.dtype, int] = defaultdict(int)
     for local, shape in target.layout.local_shapes(0).items():
         counts[target.dtypes[local]] += prod(shape)

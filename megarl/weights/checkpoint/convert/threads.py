@@ -1,4 +1,4 @@
-"""Files shared out to threads, with a progress bar. Reading, casting, digests and writing all leave Python's lock."""
+"""Distribute files over threads, with a progress bar. Reading, casting, digests and writing all release the GIL."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 Count = Callable[[int], None]
-"""Notes that so many bytes more are done; raises when another worker has failed."""
+"""Adds finished bytes to the progress; raises if another worker has failed."""
 
 
 def each(
     what: str, items: Sequence[T], act: Callable[[T, Count], None], *, total: int, workers: int, progress: bool = True
 ) -> None:
-    """Run ``act`` for every item; the first error ends all of them. ``total``: bytes that they will count."""
+    """Run ``act`` for every item; the first error stops all. ``total``: bytes that all items count together."""
     lock, stop = threading.Lock(), threading.Event()
     bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None if progress else True)
 
@@ -28,7 +28,7 @@ def each(
         with lock:
             bar.update(size)
 
-    # One thread inside each worker: the workers are the parallelism.
+    # One torch thread per worker: the workers are the parallelism.
     pool = ThreadPoolExecutor(max(workers, 1), initializer=torch.set_num_threads, initargs=(1,))
     try:
         for future in as_completed([pool.submit(act, item, count) for item in items]):
@@ -40,4 +40,4 @@ def each(
 
 
 class _Stopped(Exception):
-    """Another worker failed; never seen outside, because that worker's error is raised first."""
+    """Another worker failed; never visible outside, because that worker's error is raised first."""

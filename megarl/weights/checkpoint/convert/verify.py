@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's logical tensors, and whether they are those that its manifest has."""
+"""Digests of a checkpoint's logical tensors, and their comparison with its manifest."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ def compute_digests(
     progress: bool = True,
     nonfinite: dict[str, str] | None = None,
 ) -> Digests:
-    """Logical tensor -> digest of its elements cast to ``dtype`` (None: as they are stored). ``nonfinite``: as
-    ``Transfer`` has it."""
+    """Logical tensor -> digest, cast to ``dtype`` (``None``: stored dtype). ``nonfinite``: as in ``Transfer``."""
     target = HFTarget(opened, dtype, file_bytes=1)
     transfer = Transfer(build_plan(opened.layout, target.layout), opened.source, target.dtypes, workers, nonfinite)
     total: Digests = {}
@@ -49,7 +48,7 @@ def compute_digests(
 
 
 def header_faults(opened: Opened, manifest: TargetManifest) -> Iterator[str]:
-    """Differences of file sizes, shapes and dtypes from the manifest."""
+    """Yield differences of file sizes, shapes and dtypes from the manifest."""
     there = [
         name for name, rows in opened.layout.rows_with.items() if all(row.local in opened.source.dtypes for row in rows)
     ]
@@ -58,9 +57,9 @@ def header_faults(opened: Opened, manifest: TargetManifest) -> Iterator[str]:
 
 
 def training_fault(opened: Opened, *, digests: bool) -> str | None:
-    """The first file of a model of a training checkpoint that differs from its ``state.json``, and how; None where none
-    does, and for other checkpoints. ``digests``: compare SHA-256 too, not sizes alone. Raises CheckpointError for a
-    damaged ``state.json``."""
+    """Describe a training checkpoint's first model file that differs from ``state.json``; ``None`` for a match or any
+    other checkpoint. ``digests``: compare SHA-256 too, not only sizes. Raises CheckpointError for a damaged
+    ``state.json``."""
     root = training_checkpoint(opened.path) if opened.kind == "megatron" else None
     if root is None:
         return None
@@ -68,9 +67,9 @@ def training_fault(opened: Opened, *, digests: bool) -> str | None:
 
 
 def check_written(opened: Opened, *, workers: int = 2, progress: bool = True, digests: bool = True) -> None:
-    """Raise CheckpointError where a checkpoint differs from its manifest; one without a manifest is not read.
+    """Raise CheckpointError if a checkpoint differs from its manifest; without a manifest, read nothing.
 
-    With ``digests`` every byte is read, else headers and sizes of files.
+    ``digests``: read every byte, not only headers and file sizes.
     """
     if (fault := training_fault(opened, digests=digests)) is not None:
         raise CheckpointError(f"{fault}; copy the checkpoint again, or use the one before it")
@@ -88,8 +87,7 @@ def check_written(opened: Opened, *, workers: int = 2, progress: bool = True, di
 
 
 def check_digests(path: Path, setting: str, *, workers: int = 2, digests: bool = True) -> None:
-    """Compare the HF checkpoint of a role with its manifest, where it has one. Raises CheckpointError naming the
-    setting."""
+    """Compare a role's HF checkpoint with its manifest, if any. Raises CheckpointError naming the setting."""
     if not (path / MANIFEST).is_file():
         return
     try:

@@ -1,4 +1,4 @@
-"""DeepSeek's block-wise FP8 weights, read as the numbers that they stand for: ``weight * weight_scale_inv`` per block.
+"""DeepSeek's block-wise FP8 weights, read dequantised: ``weight * weight_scale_inv`` per block.
 
 Source: ``inference/fp8_cast_bf16.py`` of the DeepSeek-V3 repository (scale in float32, product rounded once).
 """
@@ -25,10 +25,9 @@ def _is_block(value: Any) -> bool:
 
 
 class Dequantised:
-    """A checkpoint with FP8 weights as a source of float32 slices.
+    """Source of float32 slices from a checkpoint with FP8 weights.
 
-    Raises CheckpointError for a quantisation other than e4m3 in two-dimensional blocks, and for a weight whose scales
-    are missing or do not fit.
+    Raises CheckpointError for a quantisation other than e4m3 in 2-D blocks, and for weights without matching scales.
     """
 
     def __init__(self, files: HFFiles, quantization: Mapping[str, Any]) -> None:
@@ -52,7 +51,7 @@ class Dequantised:
                     f"{name} in {entry.file} is {entry.dtype} but {name}{SCALE} is missing; copy the checkpoint again"
                 )
         self.shapes = {n: s for n, s in files.shapes.items() if not n.endswith(SCALE)}
-        # Of a dequantised weight: what the model was trained with; ``read`` gives float32.
+        # Dequantised weights: the training dtype, although ``read`` returns float32.
         self.dtypes = {
             n: torch.bfloat16 if n in self._scales else d for n, d in files.dtypes.items() if n in self.shapes
         }
@@ -73,7 +72,7 @@ class Dequantised:
             )
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a box of a tensor, dequantized, into ``out`` where given."""
+        """Read a box of a tensor, dequantised, into ``out`` if given."""
         scale = self._scales.get(name)
         values = self._files.read(name, box, out if scale is None else None)
         if scale is None:

@@ -1,6 +1,6 @@
-"""HF checkpoints: read the slices that a rank needs, write an ordinary one from any grid.
+"""HF checkpoints: load the slices that a rank needs, export one from any grid.
 
-Both directions go by the same layouts as weight sync; there is no conversion code per model here or anywhere else.
+Both directions use the layouts of weight sync; no model has separate conversion code.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ def load_into(
     *,
     score: Literal["stored", "zeros"] = "stored",
 ) -> None:
-    """Fill a rank's local tensors from an HF checkpoint, reading only the slices it holds; casts to their dtypes,
-    zeroes padding.
+    """Fill a rank's local tensors from an HF checkpoint, reading only its slices; cast to their dtypes, zero padding.
 
-    ``tensors``: local name -> tensor, shaped as in the layout. FP8 weights arrive dequantised. ``score``: where the
-        score head of
-    a layout that has one comes from: "zeros" makes a new one and takes everything else from a language model (or
-    another score model), whose output weight is not looked at. Raises CheckpointError naming the tensors that are
-    missing, have another shape, are in the file but not in the model's table, have a dtype that no weight has, are not
-    finite, or contradict ``tie_word_embeddings``; a file that is missing or cut short; and a
-    sequence-classification checkpoint with other than one label.
+    Args:
+        tensors: Local name -> tensor, shaped as in the layout. FP8 weights are dequantised.
+        score: Source of a score head: the file, or "zeros" for a new one. Then all else comes from a language model (or
+            another score model), without its output weight.
+
+    Raises CheckpointError naming tensors that are missing, misshapen, unknown to the model's table, not finite, of a
+    dtype that no weight has, or contradict ``tie_word_embeddings``. Raises it also for a missing or truncated file, and
+    a sequence-classification checkpoint without exactly one label.
     """
     source = open_hf(path)
     hf_config = read_hf_config(path)
@@ -95,7 +95,7 @@ def load_into(
 
 
 def _load(source: Source, piece: Piece, into: torch.Tensor, tied: bool) -> None:
-    """Load one piece in bounded blocks; of a tied model's embedding its copy in the file is compared on the way."""
+    """Load one piece in bounded blocks; compare a tied model's embedding with its copy in the file."""
     for box in boxes.split(piece.box, _READ_ELEMENTS):
         heartbeat.beat()
         values = source.read(piece.tensor, box)
@@ -120,18 +120,21 @@ def export_hf(
     bucket_bytes: int = 64 << 20,
     file_bytes: int = 4 << 30,
 ) -> dict[str, int]:
-    """Write ``target`` as an ordinary HF checkpoint; every rank of the grid calls it, rank 0 writes.
+    """Write ``target`` as an ordinary HF checkpoint. Every rank of the grid calls it; rank 0 writes.
 
-    Returns logical tensor -> digest of this rank's part of what was written, after the cast; parts of all ranks add up
-    modulo 2**64.
+    Returns logical tensor -> digest of this rank's part as written, after the cast. The parts add up modulo 2**64.
 
-    ``plan``: from the grid's layout to ``hf_layout`` (both with the same ``head``: a score model is written as its
-        family's
-    ``...ForSequenceClassification`` with one label). ``tensors``: the rank's local tensors. ``dtype``: of the files
-    (None: that of the tensors). config.json, tokenizer and other small files come from ``source``. Rank 0 holds one
-    file of at most ``file_bytes`` (or one tensor) at a time. ``target`` appears whole or not at all; an older one is
-    replaced. Other ranks return once they have sent: put a barrier after if they are to read the result. Raises
-    CheckpointError on rank 0 where something else than an HF checkpoint is at ``target``, or the source is.
+    Args:
+        plan: From the grid's layout to ``hf_layout``, with the same ``head``. A score model is written as its family's
+            ``...ForSequenceClassification`` with one label.
+        tensors: The rank's local tensors.
+        source: Directory to copy config.json, tokenizer and other small files from.
+        target: Appears complete or not at all; an older export is replaced.
+        dtype: Dtype of the files; ``None``: dtype of the tensors.
+        file_bytes: Most bytes of a file (or one tensor); rank 0 needs memory for one file.
+
+    Other ranks return after sending; add a barrier before they read the result. Raises CheckpointError on rank 0 if
+    ``target`` is not an HF checkpoint, or is the source.
     """
     assert plan.destination.num_ranks == 1, "an HF checkpoint is written by one rank"
     transport = transport or GroupTransport()

@@ -1,4 +1,4 @@
-"""The safetensors files of an HF checkpoint: what is in them, any slice of it, and how to write them piece by piece."""
+"""Safetensors files of an HF checkpoint: list tensors, read slices, write piece by piece."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class TensorInfo(NamedTuple):
     dtype: torch.dtype
     shape: Shape
     start: int
-    """Byte of the file where the elements begin."""
+    """Byte offset of the elements in the file."""
 
     @property
     def nbytes(self) -> int:
@@ -55,10 +55,10 @@ class TensorInfo(NamedTuple):
 
 
 class HFFiles:
-    """All tensors of a checkpoint directory, one file or sharded by an index, or those of its files ``names``.
+    """All tensors of a checkpoint directory (one file, or shards with an index), or of the files ``names``.
 
-    Raises CheckpointError for a file that is missing, cut short or no safetensors, for an index that names other
-    tensors or other files than theirs, and for a single file beside an index of others.
+    Raises CheckpointError for a missing, truncated or invalid file, and an index that does not match the files. A
+    single file next to an index of other files is an error too.
     """
 
     def __init__(self, path: Path, names: list[str] | None = None) -> None:
@@ -88,7 +88,7 @@ class HFFiles:
         self.dtypes = {name: entry.dtype for name, entry in self.entries.items()}
 
     def rename(self, name_of: Callable[[str], str]) -> None:
-        """Give each tensor the name ``name_of(its name in the files)``. Raises CheckpointError where two get one."""
+        """Rename each tensor to ``name_of(name in the files)``. Raises CheckpointError if two tensors get one name."""
         stored: dict[str, str] = {}
         for name in self.entries:
             if (other := stored.setdefault(name_of(name), name)) != name:
@@ -100,17 +100,17 @@ class HFFiles:
         self._look()
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a box of a tensor, into ``out`` where given."""
+        """Read a box of a tensor, into ``out`` if given."""
         entry = self.entries[name]
         assert boxes.contains(boxes.whole(entry.shape), box), f"{box} of {name} {entry.shape}"
         return self._files.read_box(entry.file, entry.start, entry.dtype, entry.shape, box, out)
 
     def file_of(self, name: str) -> Path:
-        """Path of the file that has a tensor."""
+        """Path of the file with a tensor."""
         return self.entries[name].file
 
     def paths(self) -> list[Path]:
-        """The files."""
+        """Paths of all files."""
         return sorted({entry.file for entry in self.entries.values()})
 
     def close(self) -> None:
@@ -145,13 +145,12 @@ def _file_names(path: Path) -> tuple[list[str], Mapping[str, str]]:
 
 
 def _is_file_name(name: Any) -> bool:
-    """Return True for the name of a file in the same folder."""
+    """True for a plain file name without folders."""
     return isinstance(name, str) and name not in ("", "..") and Path(name).name == name and "\0" not in name
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """Tensor name -> where it lies. Raises CheckpointError unless each byte of the file belongs to exactly one
-    tensor."""
+    """Tensor name -> location. Raises CheckpointError unless each byte of the file belongs to exactly one tensor."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         head = stream.read(8)
@@ -178,7 +177,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _end(entries: Mapping[str, TensorInfo], begin: int) -> tuple[int, str]:
-    """(byte after the last tensor, its name). Raises ValueError where tensors overlap or leave bytes out."""
+    """Return (end byte of the last tensor, its name). Raises ValueError if tensors overlap or leave gaps."""
     end, last = begin, "nothing"
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].nbytes)):
         if entry.start != end:
@@ -199,7 +198,7 @@ def _tensor_info(file: Path, base: int, value: Mapping[str, Any]) -> TensorInfo:
 
 
 def header_bytes(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
-    """The beginning of a safetensors file whose tensors follow in this order, without gaps."""
+    """Return the header of a safetensors file with these tensors in this order, without gaps."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, dtype, shape in tensors:
@@ -212,7 +211,7 @@ def header_bytes(tensors: Iterable[tuple[str, torch.dtype, Shape]]) -> bytes:
 
 
 def groups(sizes: Mapping[T, int], limit: int) -> Iterator[list[T]]:
-    """The keys in order, in groups of at most ``limit`` bytes (a larger one is a group of its own)."""
+    """Yield the keys in order, in groups of at most ``limit`` bytes (a larger item alone in its group)."""
     group: list[T] = []
     used = 0
     for key, size in sizes.items():
@@ -226,7 +225,7 @@ def groups(sizes: Mapping[T, int], limit: int) -> Iterator[list[T]]:
 
 
 def shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """File name -> the tensors in it, of at most ``limit`` bytes (or one tensor)."""
+    """File name -> tensors in it, at most ``limit`` bytes (or one tensor)."""
     found = list(groups(sizes, limit))
     if len(found) == 1:
         return {SINGLE: found[0]}

@@ -1,4 +1,4 @@
-"""An HF checkpoint opened for reading slices, and checked against what its family's table expects."""
+"""Open an HF checkpoint for reading slices, and check it against its family's table."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ LM_HEAD = "lm_head.weight"
 SCORE = "score.weight"
 """HF's score head (``...ForSequenceClassification`` with one label)."""
 LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
-"""Endings of classes in ``architectures``."""
+"""Suffixes of class names in ``architectures``."""
 _DERIVED = ("rotary_emb.inv_freq",)
-"""Endings of tensors that some files have although the model computes them."""
-_JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch.joined)
-"""Endings of tensors that have several logical ones."""
+"""Suffixes of tensors that the model computes, although some files contain them."""
+JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch.joined)
+"""Suffixes of tensors that contain several logical tensors."""
 _PACKED = ("_proj_blocks", "_proj_scales")
-"""Endings of weights in MXFP4."""
+"""Suffixes of weights in MXFP4."""
 _MTP_BLOCK = "model.mtp_"
-"""Beginning of ERNIE's prediction layers, which transformers does not load."""
+"""Prefix of ERNIE's prediction layers, which transformers does not load."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Copies in a prediction layer: the model's own embedding and output weights once more."""
+"""Tensors in a prediction layer that repeat the model's embedding and output weights."""
 _COMPARED = 1 << 22
 _UNTABLED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("architectures", lambda value: _is_list(value, str), "it must be a list of names of classes"),
@@ -50,30 +50,28 @@ _UNTABLED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
     ("pad_token_id", lambda value: isinstance(value, int), "it must be the number of a token"),
 )
-"""Keys of config.json whose values no family's table checks; their check and its description."""
+"""Keys of config.json that no family's table checks, with a check and its description."""
 HF_FOLDER = "huggingface"
-"""Directory of config.json and tokenizer in or beside a Megatron checkpoint."""
+"""Directory of config.json and tokenizer, in or next to a Megatron checkpoint."""
 _LEFT = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp"),
     *(".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json", ".onnx", ".onnx_data", ".ot"),
     *(MANIFEST, "metadata.json"),
 )
-"""Endings of files that are weights, or belong to a checkpoint's format."""
+"""Suffixes of weight files and other format-specific files."""
 
 
 def read_hf_config(path: Path, setting: str = "model.path") -> dict[str, Any]:
-    """The config.json of a checkpoint directory; keys that it leaves out have the values that transformers takes for
-    them.
+    """Read config.json of a checkpoint directory, completed with transformers' defaults.
 
-    ``setting``: the one that names the directory, for the error. Raises CheckpointError when there is no such file or
-        it is not
-    JSON, ArchitectureError when transformers refuses it.
+    ``setting``: name of the setting with the directory, for errors. Raises CheckpointError if the file is missing or
+    not JSON, ArchitectureError if transformers refuses it.
     """
     return complete(read_config_json(path, setting))
 
 
 def read_config_json(path: Path, setting: str = "model.path") -> dict[str, Any]:
-    """The parsed config.json as it is. ``setting`` and errors: as ``read_hf_config``, without ArchitectureError."""
+    """Read config.json unchanged. ``setting`` and errors: as ``read_hf_config``, without ArchitectureError."""
     file = path / "config.json"
     if not file.is_file():
         raise CheckpointError(f"{path} has no config.json; set {setting} to the directory of an HF checkpoint")
@@ -97,17 +95,17 @@ def _is_list(value: Any, kind: type) -> bool:
 
 
 def open_hf(path: Path) -> HFFiles | Dequantised | Divided:
-    """The logical tensors of a checkpoint directory; FP8 weights are read as what they stand for.
+    """Open the logical tensors of a checkpoint directory; FP8 weights are dequantised.
 
-    Raises CheckpointError for files that are missing, cut short or damaged, and for a quantisation that is not known;
-    ArchitectureError for a config.json that the table of a family with joined tensors does not cover.
+    Raises CheckpointError for missing, truncated or damaged files and an unknown quantisation; ArchitectureError if
+    config.json of a family with fused tensors does not match its table.
     """
     files = open_files(path)
-    return divided(files, read_hf_config(path)) if any(name.endswith(_JOINED) for name in files.shapes) else files
+    return divided(files, read_hf_config(path)) if any(name.endswith(JOINED) for name in files.shapes) else files
 
 
 def divided(files: HFFiles | Dequantised, hf_config: Mapping[str, Any]) -> HFFiles | Dequantised | Divided:
-    """The logical tensors of files whose tensors have the names of the family's table."""
+    """Split the fused tensors of files, named as in the family's table, into logical tensors."""
     found = ARCHITECTURES.get(str(hf_config.get("model_type")))
     if found is None or not found.joined:
         return files
@@ -115,9 +113,9 @@ def divided(files: HFFiles | Dequantised, hf_config: Mapping[str, Any]) -> HFFil
 
 
 def open_files(path: Path) -> HFFiles | Dequantised:
-    """The tensors of a checkpoint directory as they are stored, under their names in the family's table.
+    """Open the stored tensors of a checkpoint directory, under their names in the family's table.
 
-    Raises CheckpointError as ``open_hf``.
+    Raises CheckpointError as ``open_hf`` does.
     """
     files = HFFiles(path)
     if (packed := next((name for name in files.entries if name.endswith(_PACKED)), None)) is not None:
@@ -140,20 +138,18 @@ def open_files(path: Path) -> HFFiles | Dequantised:
 
 
 def rename(files: HFFiles, hf_config: Mapping[str, Any]) -> None:
-    """Give the tensors of a checkpoint the names that they have in their family's table. Raises CheckpointError where
-    two get one."""
+    """Rename the tensors of a checkpoint as in its family's table. Raises CheckpointError if two get one name."""
     if (found := ARCHITECTURES.get(str(hf_config.get("model_type")))) is not None:
         files.rename(found.name_in_table)
 
 
 def places_in_files(hf_config: Mapping[str, Any], tensors: Mapping[str, Shape], head: Head) -> dict[str, FilePlace]:
-    """Logical tensor -> its place in the files of a model with this head."""
+    """Logical tensor -> place in the files of a model with this head."""
     return places(architecture(hf_config, head), hf_config, tensors)
 
 
 def has_score(path: Path) -> bool:
-    """Return True if an HF checkpoint has a score head. Raises CheckpointError for a file that is missing or cut
-    short."""
+    """True if an HF checkpoint has a score head. Raises CheckpointError for a missing or truncated file."""
     files = open_hf(path)
     try:
         return SCORE in files.shapes
@@ -164,11 +160,10 @@ def has_score(path: Path) -> bool:
 def check_hf(
     source: HFFiles | Dequantised | Divided, layout: Layout, hf_config: Mapping[str, Any], beside: Collection[str] = ()
 ) -> None:
-    """Raise CheckpointError unless the files have every tensor of the layout in its shape and a weight's dtype, and
-    none that the table does not know but those that may be there too, ``beside``.
+    """Raise CheckpointError unless the files have every tensor of the layout, with its shape and a weight's dtype, and
+    no unknown tensor except those in ``beside``.
 
-    Prediction layers that the layout leaves out are no strangers, nor is a tied model's copy of its embedding (see
-    ``check_tied``).
+    Prediction layers outside the layout and a tied model's copy of its embedding (see ``check_tied``) are allowed.
     """
     path = source.path
     files, tensors = in_files(source, layout.tensors)
@@ -204,7 +199,7 @@ def check_hf(
 
 
 def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool:
-    """Return True if a tensor that the layout leaves out may be there."""
+    """True if a tensor outside the layout is allowed."""
     if name.endswith(_DERIVED) or name.startswith(_MTP_BLOCK) or (name == LM_HEAD and EMBEDDING in layout.tensors):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
@@ -218,12 +213,11 @@ def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool
 
 
 def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
-    """Raise CheckpointError when config.json is of a sequence-classification model that gives another number of scores
-    than one."""
+    """Raise CheckpointError if config.json describes a sequence-classification model without exactly one label."""
     if not is_classifier(hf_config):
         return
     by_name = hf_config.get("id2label")
-    # 2 is what transformers takes
+    # transformers' default is 2
     labels = hf_config.get("num_labels", 2) if not isinstance(by_name, Mapping) else len(by_name)
     if labels != 1:
         raise CheckpointError(
@@ -233,15 +227,15 @@ def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_shape(name: str, where: Path, found: Shape, expected: Shape) -> None:
-    """Raise CheckpointError where a tensor has another shape than expected."""
+    """Raise CheckpointError if a tensor has an unexpected shape."""
     if found != expected:
         raise CheckpointError(
-            f"{name} in {where} has shape {found}, config.json asks for {expected}; the two are of different models"
+            f"{name} in {where} has shape {found}, config.json asks for {expected}; they belong to different models"
         )
 
 
 def check_tied(source: Source, embedding: str, copy: str, rows: int) -> None:
-    """Raise CheckpointError unless the first ``rows`` of a tied model's copy of its embedding are equal to it."""
+    """Raise CheckpointError unless the first ``rows`` of a tied model's embedding and its copy are equal."""
     hidden = source.shapes[embedding][1]
     step = max(_COMPARED // hidden, 1)
     for lo in range(0, rows, step):
@@ -250,7 +244,7 @@ def check_tied(source: Source, embedding: str, copy: str, rows: int) -> None:
 
 
 def check_copy(path: Path, embedding: str, copy: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise CheckpointError unless a slice of the embedding and the same slice of its copy are equal."""
+    """Raise CheckpointError unless two slices, of the embedding and of its copy, are equal."""
     if not torch.equal(a, b):
         raise CheckpointError(
             f"{path}: config.json says tie_word_embeddings=true, so {copy} must be equal to {embedding}, but it "
@@ -259,14 +253,14 @@ def check_copy(path: Path, embedding: str, copy: str, a: torch.Tensor, b: torch.
 
 
 def small_files(source: Path) -> list[str]:
-    """Names of the files of a checkpoint that are copied as they are."""
+    """Names of a checkpoint's files that are copied unchanged."""
     files = (file for file in source.iterdir() if file.is_file())
     return sorted(file.name for file in files if not file.name.startswith(".") and not file.name.endswith(_LEFT))
 
 
 def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: bool, is_value: bool = False) -> None:
-    """Tokenizer and other small files of a checkpoint, and its config.json as it is for unquantised tensors of
-    ``dtype``, with or without prediction layers, with a value head or not."""
+    """Copy tokenizer and other small files, and config.json adapted to unquantised tensors of ``dtype``, with or
+    without prediction layers and value head."""
     for name in small_files(source):
         shutil.copyfile(source / name, target / name)
     config = read_config_json(source)
@@ -274,7 +268,7 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
     if not mtp and config.get("num_nextn_predict_layers"):
         config["num_nextn_predict_layers"] = 0
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
-    if is_value and not is_classifier(config):  # one that is keeps the place at which it has been read
+    if is_value and not is_classifier(config):  # a classifier keeps its pad_token_id
         config, pad = with_score_pad(config, source)
         if pad is not None:
             write_pad_token(target, pad)

@@ -1,8 +1,8 @@
-"""A checkpoint directory that appears whole or not at all, and whose making can be taken up again after a kill.
+"""A checkpoint directory that is written atomically and can be resumed after a kill.
 
-It is written as ``.<name>.partial`` beside the target. ``journal.jsonl`` there names the job and then every finished
-file with its size and digests, and the names of small files before they are copied; a second run of the same job reads
-those files again and keeps the ones whose digests are as recorded.
+It is written as ``.<name>.partial`` next to the target. Its ``journal.jsonl`` has the job, then every finished file
+with size and digests, and the names of small files before they are copied. A second run of the same job reads those
+files again and keeps files that match their digests.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ COPIED = "copied"
 
 
 class Finished(NamedTuple):
-    """A file of the target that is complete."""
+    """A completed file of the target."""
 
     file: str
     bytes: int
     digests: dict[str, int]
-    """Logical tensor -> digest of the part of it in this file."""
+    """Logical tensor -> digest of its part in this file."""
     chunks: tuple[tuple[str, Chunk], ...] = ()
     """(key, chunk) in a dist_checkpointing file."""
 
@@ -55,15 +55,14 @@ class Finished(NamedTuple):
 
 
 class OutputDirectory:
-    """The directory being written; a context manager that holds its lock.
+    """The directory being written; a context manager that locks it.
 
     Args:
-        target: Where it will appear.
-        job: Fingerprint of source and settings: files of another job are not kept.
-        check: Called last before what is at ``target`` is replaced; raises CheckpointError where it may not be.
+        target: Final path. An existing directory is replaced at the end, unless ``overwrite.check_target`` refused it.
+        job: Fingerprint of source and settings; files of another job are discarded.
+        check: Called just before ``target`` is replaced; raises CheckpointError to refuse.
 
-    What is at ``target`` is replaced at the end; ``overwrite.check_target`` refuses it before. Raises CheckpointError
-    when another process is writing it.
+    Raises CheckpointError if another process is writing it.
     """
 
     def __init__(self, target: Path, job: str, check: Callable[[], None] = lambda: None) -> None:
@@ -96,7 +95,7 @@ class OutputDirectory:
         try:
             first, *lines = (self.path / JOURNAL).read_text().splitlines()
             if json.loads(first) != {"job": self._job}:
-                logging.info("%s is of another source or other settings; starting again", self.path)
+                logging.info("%s belongs to another source or other settings; starting again", self.path)
                 return {}
         except (FileNotFoundError, ValueError):
             return {}
@@ -116,7 +115,7 @@ class OutputDirectory:
         self.keep([])
 
     def _remove_files(self) -> None:
-        """Remove all but the lock; the journal, which marks the files as a conversion's, is the last."""
+        """Remove all but the lock. The journal, which marks the files as a conversion's, is removed last."""
         for entry in sorted(self.path.iterdir(), key=lambda entry: entry.name == JOURNAL):
             if entry.name != LOCK:
                 _remove(entry)
@@ -129,13 +128,12 @@ class OutputDirectory:
         write_text(self.path / JOURNAL, "".join(f"{line}\n" for line in lines))
 
     def add(self, record: Finished) -> None:
-        """Note a complete file; its bytes are on the disk before its record is."""
+        """Record a complete file, after its bytes are on disk."""
         self.finished[record.file] = record
         self._append(record.to_json())
 
     def copying(self, names: Iterable[str]) -> None:
-        """Note small files of the source before they are copied, so that a later conversion may remove them after a
-        kill."""
+        """Record small files before they are copied, so that a later conversion may remove them after a kill."""
         self._append(json.dumps({COPIED: sorted(names)}))
 
     def _append(self, line: str) -> None:
@@ -154,12 +152,12 @@ class OutputDirectory:
             )
 
     def beside(self) -> list[str]:
-        """The finished directory's files that are no files of tensors."""
+        """Names of the directory's files other than tensor files."""
         files = (str(path.relative_to(self.path)) for path in self.path.rglob("*") if path.is_file())
         return sorted(name for name in files if name not in self.finished and name not in (JOURNAL, LOCK, MANIFEST))
 
     def commit(self, manifest: Mapping[str, Any]) -> None:
-        """Write the manifest, the last file, and give the directory its name; an older one is moved aside first."""
+        """Write the manifest as the last file and rename the directory; an older one is moved aside first."""
         sync_tree(self.path)
         write_json(self.path / MANIFEST, manifest)
         self._check()
@@ -169,7 +167,7 @@ class OutputDirectory:
 
 
 def write_json(file: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON file that appears whole."""
+    """Write a JSON file and sync it to disk."""
     with file.open("w") as stream:
         stream.write(json.dumps(value, indent=2) + "\n")
         stream.flush()
@@ -177,7 +175,7 @@ def write_json(file: Path, value: Mapping[str, Any]) -> None:
 
 
 def copied_files(partial: Path) -> set[str]:
-    """Names of small files that a conversion noted in its journal before it copied them."""
+    """Names of small files that the journal recorded before they were copied."""
     names: set[str] = set()
     try:
         lines = (partial / JOURNAL).read_text().splitlines()
@@ -190,7 +188,7 @@ def copied_files(partial: Path) -> set[str]:
 
 
 def partial_path(target: Path) -> Path:
-    """Path at which a target is written before it is renamed."""
+    """Temporary path of a target until it is renamed."""
     return target.with_name(f".{target.name}.partial")
 
 

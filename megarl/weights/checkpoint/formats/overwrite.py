@@ -1,5 +1,4 @@
-"""Existing directories that a conversion or an export may replace: those that it wrote itself, with no other files in
-them."""
+"""Checks of existing directories: a conversion or export replaces only its own output, without other files."""
 
 from __future__ import annotations
 
@@ -31,12 +30,11 @@ _WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.
 _EXPORTED = (*_WEIGHTS, "config.json", "generation_config.json", *_TOKENIZER)
 _DIST = ("__*.distcp", "common.pt", ".metadata", "metadata.json")
 _CONVERTING = (*_EXPORTED, *_DIST, LOCK, JOURNAL, f".{JOURNAL}.*.tmp")
-"""Names in a directory that a conversion writes; the small files of its source come in addition."""
+"""Names in a directory written by a conversion, in addition to the small files of its source."""
 
 
 def named_target(target: Path) -> Path:
-    """The target with a last name (``sub/..`` has none). Raises CheckpointError for a directory that cannot be
-    renamed."""
+    """Return the target with a last name (``sub/..`` has none). Raises CheckpointError if it cannot be renamed."""
     if target.name in ("", ".."):
         target = target.resolve()
     if Path.cwd().is_relative_to(target.resolve()):
@@ -47,13 +45,12 @@ def named_target(target: Path) -> Path:
 
 
 def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
-    """Raise CheckpointError unless ``target`` can be written without the loss of a file that no conversion wrote.
+    """Raise CheckpointError unless writing ``target`` loses no file other than a conversion's.
 
     Args:
-        target: It may exist with ``overwrite`` only; then it is empty or holds a converted checkpoint and no other
+        target: May exist only with ``overwrite``; then it must be empty or contain a converted checkpoint and no other
             file.
-        sources: Directories that are read; none may contain the target or lie inside it, nor in its temporary
-            directories.
+        sources: Directories that are read. They may neither contain the target nor be in it or its temporary folders.
     """
     sources = tuple(sources)
     partial = partial_path(target)
@@ -64,8 +61,7 @@ def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> N
 
 
 def check_replaceable(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
-    """The part of ``check_target`` that is repeated when the target gets its name: others may have written there
-    since."""
+    """Repeat part of ``check_target`` just before the rename: other processes may have written there since."""
     check_apart(target, sources, aside(target))
     _check_replaceable(target, overwrite)
 
@@ -95,10 +91,10 @@ def _check_existing(target: Path, overwrite: bool) -> None:
 
 
 def check_apart(target: Path, sources: Iterable[Path], *temporary: Path) -> None:
-    """Raise CheckpointError if the target is one of the directories that are read, contains one or lies inside one.
+    """Raise CheckpointError if the target is, contains or is inside one of the directories that are read.
 
-    The same holds for its ``temporary`` directories. Links in a source count as their targets, and a directory that is
-    mounted twice is one directory, also one inside a source.
+    The same applies to its ``temporary`` directories. A link in a source counts as its target. A directory mounted
+    twice counts as one, also inside a source.
     """
     written = [(path, {path.resolve(), path.parent.resolve() / path.name}) for path in (target, *temporary)]
     for source in sources:
@@ -116,17 +112,16 @@ def _check_apart(path: Path, places: Iterable[Path], read: Path) -> None:
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """True if a resolved path is the folder or lies in it, by its name or through another mount."""
+    """True if a resolved path is the folder or inside it, by name or through another mount."""
     if path.is_relative_to(folder):
         return True
     return folder.is_dir() and any(parent.exists() and parent.samefile(folder) for parent in (path, *path.parents))
 
 
 def check_export_target(target: Path, sources: Iterable[Path]) -> None:
-    """Raise CheckpointError unless ``target`` is new, empty or holds only what an export of ``sources`` writes, apart
-    from them.
+    """Raise CheckpointError unless ``target`` is new, empty or only contains an export of ``sources``, outside of them.
 
-    The same holds for the temporary directories beside it, which an export that was killed leaves.
+    The same applies to the temporary directories next to it, which a killed export leaves.
     """
     sources, partial, old = tuple(sources), partial_path(target), aside(target)
     check_apart(target, sources, partial, old)
@@ -148,7 +143,7 @@ def _check_exported(path: Path, sources: Iterable[Path], *, whole: bool) -> None
 
 
 def _is_partial(path: Path, sources: Iterable[Path]) -> bool:
-    """True for an empty folder and for one that a conversion left, with no other files than it writes."""
+    """True for an empty folder, or a conversion's unfinished folder without other files."""
     if path.is_symlink() or not path.is_dir():
         return False
     names = {entry.name for entry in path.iterdir()}
@@ -171,8 +166,7 @@ def _is_journal(path: Path) -> bool:
 
 
 def _unknown(folder: Path, patterns: Iterable[str], sources: Iterable[Path], *, folders: bool = False) -> list[str]:
-    """Entries whose names fit no pattern and are no small file's of a source; ``folders``: ``huggingface/`` may be
-    there."""
+    """Entries that match no pattern and no source's small file; ``folders`` allows ``huggingface/``."""
     copied = {name for source in sources for name in small_files(source)}
     found = []
     for entry in sorted(folder.iterdir()):
@@ -186,7 +180,7 @@ def _unknown(folder: Path, patterns: Iterable[str], sources: Iterable[Path], *, 
 
 
 def _other_files(target: Path, known: Iterable[str] = ()) -> str | None:
-    """Reason why the directory is more, or other, than a converted checkpoint; None where it is one, or empty."""
+    """Reason why the directory is not just a converted checkpoint; ``None`` if it is one, or empty."""
     if target.exists() and not target.is_dir():
         return "is a file"
     found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}

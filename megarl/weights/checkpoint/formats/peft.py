@@ -1,9 +1,9 @@
-"""PEFT's files of an adapter: ``adapter_config.json`` and ``adapter_model.safetensors``.
+"""Adapters in PEFT's file format: ``adapter_config.json`` and ``adapter_model.safetensors``.
 
 Source: PEFT 0.21 ``utils/save_and_load.py`` (names), ``tuners/lora/config.py`` (keys), ``tuners/tuners_utils.py``
-(which layers are adapted). Settings that this file does not name are refused by their key.
+(which layers are adapted). Settings with keys unknown to this file are refused.
 
-Names in PEFT's files are those of transformers' modules, which a model with images has otherwise than its checkpoint.
+PEFT's files use transformers' module names. In a model with images these differ from the checkpoint's names.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from megarl.weights.reshard.transport import GroupTransport
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
-"""Before the HF names of tensors in the file."""
+"""Prefix of HF tensor names in the file."""
 _COPY = ".base_layer.weight"
-"""End of the name of a copy of the model's own weight."""
+"""Suffix of the name of a copy of the model's weight."""
 _COMPARED = 1 << 22
 _METADATA = {"format": "pt"}
 _PLAIN_LORA = "use an adapter of plain LoRA, or merge this one with PEFT (merge_and_unload) and train the merged model"
@@ -76,7 +76,7 @@ _REFUSED = {
     "target_parameters": "name the layers of experts in target_modules (gate_proj, up_proj, down_proj), with a tensor "
     "for each expert, or merge it with PEFT (merge_and_unload)",
 }
-"""Keys that change what an adapter computes; the fix for each."""
+"""Keys that change an adapter's computation, each with the fix for the user."""
 _READ = (
     *("peft_type", "r", "lora_alpha", "use_rslora", "lora_dropout", "bias", "init_lora_weights", "target_modules"),
     *("exclude_modules", "layers_to_transform", "layers_pattern", "modules_to_save", "rank_pattern", "alpha_pattern"),
@@ -86,14 +86,13 @@ _WITHOUT_EFFECT = (
     *("megatron_core", "qalora_group_size", "runtime_config", "loftq_config", "eva_config", "corda_config"),
     "lora_ga_config",
 )
-"""Keys of which a finished adapter of plain LoRA computes nothing."""
+"""Keys that do not affect a finished plain LoRA adapter."""
 _INITS = (True, False, "gaussian", "eva", "orthogonal")
-"""Beginnings of A and B that leave the model's own weights as they are."""
+"""Initialisations of A and B that do not change the model's weights."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The settings in ``adapter_config.json``. Raises CheckpointError where the file is missing or damaged, or has a
-    setting that megarl does not compute."""
+    """Read ``adapter_config.json``. Raises CheckpointError if it is missing, damaged, or has an unsupported setting."""
     path = folder / CONFIG
     try:
         found: dict[str, Any] = json.loads(path.read_text())
@@ -126,19 +125,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def is_folder(path: Path) -> bool:
-    """Return True for a folder with PEFT's files of an adapter."""
+    """True for a folder with a PEFT adapter."""
     return (path / CONFIG).is_file()
 
 
 def saves_score(folder: Path) -> bool:
-    """Return True for an adapter with a score head among its ``modules_to_save``. Raises CheckpointError as
-    ``read_config``."""
+    """True if an adapter's ``modules_to_save`` includes a score head. Raises CheckpointError as ``read_config``."""
     return "score" in (read_config(folder).get("modules_to_save") or ())
 
 
 def base_of(folder: Path) -> Path:
-    """The HF checkpoint that an adapter is for: ``base_model_name_or_path`` of its settings, a folder or a name in the
-    hub's cache. Raises CheckpointError as ``read_config``, and where there is no checkpoint."""
+    """Find an adapter's base HF checkpoint: ``base_model_name_or_path`` in its settings, a folder or a name in the
+    hub's cache. Raises CheckpointError as ``read_config`` does, and if the checkpoint does not exist."""
     named = read_config(folder).get("base_model_name_or_path")
     path = Path(hub.snapshot(str(named)))
     if not named or not (path / "config.json").is_file():
@@ -201,16 +199,16 @@ _KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "layers_to_transform": (_is_layers, "numbers of layers, or null"),
     "layers_pattern": (_is_names_or_expression, _NAMES),
 }
-"""Key -> check of its value, and the text of what it must be."""
+"""Key -> check of its value, and a description of valid values."""
 
 
 def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
-    """Settings under which megarl has the adapters of a PEFT folder, for a model.
+    """Convert a PEFT folder's settings to megarl's settings, for a model.
 
-    ``targets`` has the layers that PEFT finds by ``target_modules`` (endings, ``all-linear`` or a regular expression),
-    ``exclude_modules``, ``layers_to_transform`` and ``layers_pattern``.
+    ``targets`` lists the layers that PEFT selects by ``target_modules`` (suffixes, ``all-linear`` or a regular
+    expression), ``exclude_modules``, ``layers_to_transform`` and ``layers_pattern``.
 
-    Raises CheckpointError as ``read_config``, and where PEFT would find no layer.
+    Raises CheckpointError as ``read_config`` does, and if PEFT would select no layer.
     """
     found = read_config(folder)
     linear = linear_modules(hf_config, head)
@@ -218,7 +216,7 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
     tensors = arch.tensors(hf_config)
     endings = found.get("modules_to_save") or []
     saved = [ending for ending in endings if any(saves_tensor(ending, name_in_modules(arch, name)) for name in tensors)]
-    if arch.base_names:  # by this table's names, all of each
+    if arch.base_names:  # by this table's full names
         of_saved = [t for t in tensors if any(saves_tensor(ending, name_in_modules(arch, t)) for ending in saved)]
         saved = list(dict.fromkeys(name.rpartition(".")[0] for name in of_saved))
     in_all = {module: not own.is_embedding and module != "lm_head" for module, own in linear.items()}
@@ -233,7 +231,7 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
     if not chosen:
         raise CheckpointError(
             f"{folder / CONFIG} has target_modules={found['target_modules']!r}, which is no linear layer of "
-            f"{arch.name}; give the model that the adapter is of"
+            f"{arch.name}; give the model that the adapter is for"
         )
     lora = LoraConfig(
         rank=int(found.get("r", 8)),
@@ -253,8 +251,8 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
 
 
 def _used(pattern: dict[str, Any] | None, modules: Iterable[str], arch: Architecture) -> dict[str, Any]:
-    """The keys of a pattern that match a module: PEFT ignores the others. Where transformers' names are not the
-    table's, all of each module's name in the table instead."""
+    """Return the keys of a pattern that match a module; PEFT ignores others. If transformers' names differ from the
+    table's, return the full table name of each matching module instead."""
     pattern = pattern or {}
     if not arch.base_names:
         return {key: value for key, value in pattern.items() if any(matches_key(key, each) for each in modules)}
@@ -262,14 +260,14 @@ def _used(pattern: dict[str, Any] | None, modules: Iterable[str], arch: Architec
 
 
 def _by_module(pattern: Mapping[str, Any], modules: Mapping[str, str]) -> Iterator[tuple[str, Any]]:
-    """Pairs of a name and a pattern's value for it. ``modules``: name that a key matches -> name that is wanted."""
+    """Yield (name, pattern value) of matching modules. ``modules``: name to match -> name to yield."""
     for module, wanted in modules.items():
         if (key := next((key for key in pattern if matches_key(key, module)), None)) is not None:
             yield wanted, pattern[key]
 
 
 def _is_adapted(found: Mapping[str, Any], module: str, *, in_all: bool) -> bool:
-    """True if PEFT's settings adapt a linear layer or an embedding; ``in_all``: PEFT's all-linear stands for it too."""
+    """True if PEFT's settings adapt a linear layer or an embedding; ``in_all``: all-linear includes the module."""
     targets, excluded = found["target_modules"], found.get("exclude_modules") or []
     if re.fullmatch(excluded, module) if isinstance(excluded, str) else any(names_module(e, module) for e in excluded):
         return False
@@ -294,11 +292,11 @@ def _is_in_layers(found: Mapping[str, Any], module: str) -> bool:
 
 
 def _endings(chosen: Iterable[str], modules: Iterable[str]) -> list[str]:
-    """Names by which PEFT finds the modules ``chosen``, and no other of the model's ``modules``: the last part of a
-    name where all modules with that last part are chosen, else all of the name."""
+    """Shortest names that make PEFT select ``chosen`` and no other of ``modules``: the last part of a name if all
+    modules with that last part are chosen, else the full name."""
     kept, every = list(chosen), list(modules)
     left = {module.rpartition(".")[2] for module in set(every).difference(kept)}
-    left |= {part for module in every for part in module.split(".")[:-1]}  # the blocks that modules are in
+    left |= {part for module in every for part in module.split(".")[:-1]}  # blocks that contain modules
     names = (module if (leaf := module.rpartition(".")[2]) in left else leaf for module in kept)
     return list(dict.fromkeys(names))
 
@@ -321,15 +319,15 @@ def write_adapter(
     """Write a rank's adapters as PEFT's files; every rank of the grid calls it, rank 0 writes.
 
     Args:
-        layout: Of the adapters and of what ``modules_to_save`` trains (``adapters.file_layout``).
+        layout: Layout of the adapters and of tensors trained by ``modules_to_save`` (``adapters.file_layout``).
         tensors: Local name -> tensor.
-        base: Path or name of the model that the adapter is for.
-        hf_config: As ``config_of`` has it.
+        base: Path or name of the adapter's base model.
+        hf_config: As in ``config_of``.
 
     Returns:
-        HF name -> digest of this rank's part of what was written.
+        HF name -> digest of this rank's part as written.
 
-    Raises CheckpointError on rank 0 where something else than an adapter is at ``target``.
+    Raises CheckpointError on rank 0 if ``target`` exists and is not an adapter.
     """
     if rank == 0:
         _check_replaceable(target)
@@ -342,14 +340,14 @@ def write_adapter(
 def write_files(
     target: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], hf_config: HFConfig | None = None
 ) -> None:
-    """Write PEFT's files, in place of another adapter's.
+    """Write PEFT's files, replacing another adapter's.
 
     Args:
-        tensors: HF name -> whole tensor.
-        config: Of ``config_of``.
-        hf_config: As ``config_of`` has it.
+        tensors: HF name -> full tensor.
+        config: Result of ``config_of``.
+        hf_config: As in ``config_of``.
 
-    Raises CheckpointError where something else than an adapter is at ``target``.
+    Raises CheckpointError if ``target`` exists and is not an adapter.
     """
     _check_replaceable(target)
     temporary = partial_path(target)
@@ -374,7 +372,7 @@ def gathered(
     transport: Transport | None = None,
     bucket_bytes: int = 64 << 20,
 ) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    """Whole tensors of a layout by their HF names, on rank 0 ({} on others), and digests of this rank's part."""
+    """Gather a layout's full tensors by HF name on rank 0 ({} on others); also return digests of this rank's part."""
     dtype = next((tensor.dtype for tensor in tensors.values()), torch.float32)
     plan = build_plan(layout, whole_layout("PEFT", layout.tensors), colocated=True)
     whole = {}
@@ -395,11 +393,11 @@ def config_of(
     head: str = "lm",
     hf_config: HFConfig | None = None,
 ) -> dict[str, Any]:
-    """``adapter_config.json`` of adapters.
+    """Return the contents of ``adapter_config.json`` for adapters.
 
     Args:
-        hf_config: The model's, by whose modules a target is the last part of a name where that names no module without
-            an adapter; None writes whole names.
+        hf_config: The model's config.json. With it a target is only the last part of a name, if that names no module
+            without an adapter; ``None`` writes full names.
     """
     adapted, saved = [own.module for own in factors.values()], modules_to_save
     ranks, alphas = dict(lora.rank_pattern), dict(lora.alpha_pattern)
@@ -413,7 +411,7 @@ def config_of(
         every = [name_in_modules(arch, name.rpartition(".")[0]) for name in tensors]
         adapted = _endings([name_in_modules(arch, module) for module in adapted], every)
         names = saved_whole(tensors, replace(lora, modules_to_save=modules_to_save))
-        # Whole names: in PEFT ``norm`` would stand for every norm.
+        # Full names, because PEFT would match ``norm`` to every norm.
         saved = list(dict.fromkeys(name_in_modules(arch, name.rpartition(".")[0]) for name in names))
     return {
         "peft_type": "LORA",
@@ -435,23 +433,23 @@ def config_of(
 
 
 def _number(value: float) -> int | float:
-    """PEFT's alpha is an integer where it can be."""
+    """Convert an integral alpha to an integer, as PEFT does."""
     return int(value) if float(value).is_integer() else value
 
 
 def open_adapter(
     folder: Path, shapes: Mapping[str, Shape], base: Source | None = None, hf_config: HFConfig | None = None
 ) -> HFFiles:
-    """The tensors of a PEFT folder under their HF names.
+    """Open the tensors of a PEFT folder under their HF names.
 
     Args:
-        hf_config: The model's, whose table has the HF names; None takes names as they are stored.
-        shapes: HF name -> shape, of all that the file must have.
-        base: The model's own tensors, with which the copy of an output layer is compared that PEFT writes beside an
-            adapter of it; None compares nothing.
+        hf_config: The model's config.json, to find its table with the HF names; ``None`` keeps the stored names.
+        shapes: HF name -> shape, of all tensors that the file must contain.
+        base: The model's tensors, to check the copy of an output layer that PEFT writes next to its adapter; ``None``
+            checks nothing.
 
-    Raises CheckpointError for a file that is missing, cut short or damaged, for a tensor that is missing or unknown,
-    for another shape, and for a copy that differs.
+    Raises CheckpointError for a missing, truncated or damaged file, a missing, unknown or misshapen tensor, a wrong
+    copy.
     """
     path = folder / TENSORS
     if not path.is_file():
@@ -475,8 +473,8 @@ def open_adapter(
     for copy, name in copies.items():
         if base is not None and not _is_copy(files, copy, base, name):
             raise CheckpointError(
-                f"{copy} in {path} is not {name} of {base.path}: the adapter is of another model; set model.path to "
-                "that, or save the adapter with save_embedding_layers=False if the weights need not be equal"
+                f"{copy} in {path} is not {name} of {base.path}: the adapter is for another model; set model.path to "
+                "that model, or save the adapter with save_embedding_layers=False if the weights need not be equal"
             )
     return files
 
@@ -493,13 +491,13 @@ def _is_copy(files: HFFiles, copy: str, base: Source, name: str) -> bool:
 def load_adapter(
     folder: Path, layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor], hf_config: HFConfig | None = None
 ) -> None:
-    """Fill a rank's adapters from PEFT's files, with the file's bits where the dtypes are equal.
+    """Load a rank's adapters from PEFT's files; the bits stay the same if dtypes are equal.
 
     Args:
-        layout: Of the adapters and of what ``modules_to_save`` trains (``adapters.file_layout``).
-        hf_config: As ``open_adapter`` has it.
+        layout: Layout of the adapters and of tensors trained by ``modules_to_save`` (``adapters.file_layout``).
+        hf_config: As in ``open_adapter``.
 
-    Raises CheckpointError as ``read_config`` and ``open_adapter``, and for values that are not finite.
+    Raises CheckpointError as ``read_config`` and ``open_adapter`` do, and for non-finite values.
     """
     read_config(folder)
     files = open_adapter(folder, layout.tensors, hf_config=hf_config)
@@ -517,11 +515,11 @@ def load_adapter(
 
 
 def own_name(stored: str, table: Architecture | None = None) -> str:
-    """HF name of a tensor of PEFT's file. ``table``: of a model that transformers may have other names of."""
+    """Convert a tensor name in PEFT's file to the HF name. ``table``: needed if transformers' names differ."""
     name = re.sub(r"(\.lora_(?:embedding_)?[AB])\.default\b", r"\1", stored.removeprefix(PREFIX))
     return name if table is None else table.name_in_table(name)
 
 
 def stored_name(name: str, table: Architecture | None = None) -> str:
-    """Name in PEFT's file of a tensor with this HF name. ``table``: as ``own_name`` has it."""
+    """Convert an HF name to the tensor name in PEFT's file. ``table``: as in ``own_name``."""
     return PREFIX + (name if table is None else name_in_modules(table, name))

@@ -1,5 +1,4 @@
-"""Files of a critic or reward model: a sequence-classification checkpoint, or a PEFT adapter with a score head and the
-checkpoint that it is for."""
+"""Files of a critic or reward model: a sequence-classification checkpoint, or a PEFT adapter with its base model."""
 
 from __future__ import annotations
 
@@ -18,20 +17,20 @@ from megarl.weights.reshard.layout import Layout
 
 @dataclass(frozen=True)
 class ScoreFiles:
-    """Folders with the weights of one model that scores."""
+    """Folders with the weights of one critic or reward model."""
 
     base: Path
-    """HF checkpoint: the whole model, or the one that the adapter is for."""
+    """HF checkpoint: the full model, or the adapter's base model."""
     adapter: Path | None = None
-    """PEFT folder, whose score head takes the place of the checkpoint's."""
+    """PEFT folder; its score head replaces the checkpoint's."""
 
     @classmethod
     def of(cls, path: Path) -> Self:
-        """Find them by a ``<role>.path``. Raises CheckpointError for an adapter whose model is not here."""
+        """Resolve a ``<role>.path``. Raises CheckpointError if an adapter's base model is not on this machine."""
         return cls(peft.base_of(path), path) if peft.is_folder(path) else cls(path)
 
     def lora(self, hf_config: HFConfig) -> LoraConfig:
-        """Settings of the adapter; those of no adapter where there is none. Raises CheckpointError.
+        """Return the adapter's settings, or the default without an adapter. Raises CheckpointError.
 
         Args:
             hf_config: config.json of ``base``.
@@ -42,7 +41,7 @@ class ScoreFiles:
         """Check that the files have every tensor of a model's layout. Raises CheckpointError naming tensor and file.
 
         Args:
-            layout: The model's own, with a score head.
+            layout: The model's layout, with a score head.
             hf_config: config.json of ``base``.
         """
         files = open_hf(self.base)
@@ -66,5 +65,5 @@ class ScoreFiles:
 
     @property
     def begins_without_score(self) -> bool:
-        """True if the checkpoint has no score head: the adapter's comes alone."""
+        """True if only the adapter has a score head, not the checkpoint."""
         return self.adapter is not None and not has_score(self.base)

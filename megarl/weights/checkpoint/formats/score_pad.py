@@ -1,5 +1,4 @@
-"""Position at which a score model's score is read: transformers takes the last token that is not config.json's
-``pad_token_id``.
+"""Position of a score model's score: transformers reads the last token that is not config.json's ``pad_token_id``.
 
 Source: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification.forward``).
 """
@@ -16,29 +15,27 @@ from megarl.core.durable import read_json
 CLASSIFIER = "ForSequenceClassification"
 TOKENIZER_FILES = ("tokenizer_config.json", "special_tokens_map.json")
 _MADE_FOR_IT = ("pad", "reserved", "unused")
-"""Parts of the names of tokens that stand for nothing, the best first."""
+"""Parts of names of unused tokens, in order of preference."""
 
 
 def is_classifier(hf_config: Mapping[str, Any]) -> bool:
-    """Return True if a config.json is a score model's, and not that of the language model that it starts from."""
+    """True if a config.json belongs to a score model, not to the language model that it starts from."""
     return any(name.endswith(CLASSIFIER) for name in hf_config.get("architectures") or ())
 
 
 def score_pad(hf_config: Mapping[str, Any]) -> int | None:
-    """The token that a score model's reading passes over at the end of a sequence; None for a model without a score
-    head yet."""
+    """Token that a score model skips at the end of a sequence; ``None`` for a model without a score head yet."""
     return hf_config.get("pad_token_id") if is_classifier(hf_config) else None
 
 
 def with_score_pad(hf_config: Mapping[str, Any], folder: Path) -> tuple[dict[str, Any], str | None]:
-    """config.json of a new score model, which is trained at the end token, and its pad token where that is another than
-    before.
+    """Return config.json for a new score model, trained to score at the end token, and its pad token if that changed.
 
-    A ``pad_token_id`` that is an end token would make transformers read the token before the end. Then the tokenizer's
-    own pad token is taken, or another that stands for nothing; where there is none it is null: transformers refuses
-    batches then, and reads the last token. ``folder``: of the language model with its tokenizer.
+    If ``pad_token_id`` is an end token, transformers would score the token before the end, so it becomes the
+    tokenizer's pad token or another unused token. Without one it is null: transformers refuses batches and reads the
+    last token. ``folder``: the language model's, with tokenizer.
     """
-    if isinstance(text := hf_config.get("text_config"), Mapping):  # where transformers reads it then
+    if isinstance(text := hf_config.get("text_config"), Mapping):  # transformers reads it there
         inner, token = with_score_pad(text, folder)
         return {**hf_config, "text_config": inner}, token
     ids = _token_ids(folder)
@@ -53,14 +50,14 @@ def with_score_pad(hf_config: Mapping[str, Any], folder: Path) -> tuple[dict[str
 
 
 def write_pad_token(folder: Path, token: str) -> None:
-    """Make ``token`` the pad token of a checkpoint's tokenizer."""
+    """Set the pad token of a checkpoint's tokenizer to ``token``."""
     for file in (folder / name for name in TOKENIZER_FILES):
         if file.is_file() and (found := json.loads(file.read_text())).get("pad_token") != token:
             file.write_text(json.dumps(found | {"pad_token": token}, indent=2, ensure_ascii=False))
 
 
 def _candidates(folder: Path, ids: Mapping[str, int]) -> list[str]:
-    """Pad tokens to choose from: the tokenizer's own, then special ones by what their names promise."""
+    """Candidates for the pad token: the tokenizer's, then special tokens with suitable names."""
     own = _text(read_json(folder / "tokenizer_config.json").get("pad_token"))
     named = [t["content"] for t in read_json(folder / "tokenizer.json").get("added_tokens", ()) if t.get("special")]
     ranked = [token for part in _MADE_FOR_IT for token in sorted(named, key=ids.__getitem__) if part in token.lower()]

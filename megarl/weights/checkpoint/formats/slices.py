@@ -1,6 +1,6 @@
-"""Boxes of tensors that lie row-major in files, read without the rest of the tensor.
+"""Read boxes of row-major tensors in files, without reading the rest.
 
-Plain ``preadv``, not a memory map: mapped pages count as resident memory of the process, and a checkpoint must not.
+Uses ``preadv`` instead of a memory map, because mapped pages count as resident memory of the process.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Source(Protocol):
-    """Named tensors in files, of which any box can be read; safe to use from several threads."""
+    """Named tensors in files; any box can be read, from several threads."""
 
     path: Path
 
@@ -35,20 +35,19 @@ class Source(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """The elements ``box`` of a tensor, contiguous; in ``out`` where that is given, contiguous and has their dtype
-        and shape.
+        """Read elements ``box`` of a tensor, contiguous; into ``out`` if it is contiguous, of the same dtype and shape.
 
-        Raises CheckpointError where the file does not have them.
+        Raises CheckpointError if the file does not have the elements.
         """
         ...
 
     def file_of(self, name: str) -> Path:
-        """The file of a tensor, or the directory where several have a part of it."""
+        """File with a tensor, or the directory if the tensor spans several files."""
         ...
 
 
 class OpenFiles:
-    """File descriptors, opened when first read from."""
+    """Cache of file descriptors, opened at first use."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,7 +68,7 @@ class OpenFiles:
     def read_box(
         self, path: Path, start: int, dtype: torch.dtype, shape: Shape, box: Box, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The elements ``box`` of a row-major tensor of ``shape`` whose first byte is byte ``start`` of the file."""
+        """Read elements ``box`` of a row-major tensor of ``shape`` that begins at byte ``start`` of the file."""
         out = into(out, dtype, boxes.shape_of(box))
         if out.numel() == 0:
             return out
@@ -83,20 +82,20 @@ class OpenFiles:
 
 
 def into(out: torch.Tensor | None, dtype: torch.dtype, shape: Shape) -> torch.Tensor:
-    """``out`` where a tensor of this dtype and shape can be read into it, else a new one."""
+    """Return ``out`` if a tensor of this dtype and shape can be read into it, else a new tensor."""
     if out is not None and out.dtype == dtype and out.shape == shape and out.is_contiguous():
         return out
     return torch.empty(shape, dtype=dtype)
 
 
 def as_bytes(block: torch.Tensor) -> memoryview:
-    """The elements of a contiguous tensor, to be read or written in place."""
+    """View the elements of a contiguous tensor as bytes, for reading or writing in place."""
     flat: Any = block.view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
 def _runs(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
-    """(flat index of the first element, number of elements) of the contiguous runs of a box, in row-major order."""
+    """Yield (flat index of the first element, number of elements) of a box's contiguous runs, in row-major order."""
     steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
     axis = len(shape)
     while axis > 0 and box[axis - 1] == (0, shape[axis - 1]):
@@ -121,7 +120,7 @@ def _read_into(fd: int, path: Path, data: memoryview, offset: int) -> None:
 
 
 class BoxIndex(Generic[T]):
-    """Finds the boxes of one tensor that overlap a given one, fast where they are single indices along leading axes."""
+    """Finds a tensor's boxes that overlap a given box; fast if they are single indices along leading axes."""
 
     def __init__(self, items: Iterable[tuple[Box, T]]) -> None:
         items = list(items)
@@ -132,7 +131,7 @@ class BoxIndex(Generic[T]):
             self._at[boxes.start_of(box[: self._lead])].append((box, item))
 
     def overlapping(self, box: Box) -> Iterator[tuple[Box, T]]:
-        """(common box, item), in the order given within each leading index."""
+        """Yield (common box, item), in the given order within each leading index."""
         for lead in itertools.product(*(range(lo, hi) for lo, hi in box[: self._lead])):
             for held, item in self._at.get(lead, ()):
                 common = boxes.intersect(held, box)

@@ -1,5 +1,4 @@
-"""``megarl_manifest.json``, the last file that a conversion writes: what the directory holds, and the digest of each
-tensor."""
+"""``megarl_manifest.json``, the last file of a conversion: list of the directory's files, digest of each tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ FORMAT = "megarl-checkpoint-1"
 
 
 class Noted(NamedTuple):
-    """A logical tensor as it was written."""
+    """Record of a written logical tensor."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -26,19 +25,19 @@ class TargetManifest(NamedTuple):
     path: Path
     tensors: Mapping[str, Noted]
     files: Mapping[str, int]
-    """Files of tensors -> bytes."""
+    """Tensor file -> bytes."""
     beside: tuple[str, ...]
-    """The other files: metadata, config.json, tokenizer (none in manifests from before they were listed)."""
+    """Other files: metadata, config.json, tokenizer (empty in old manifests, which did not list them)."""
 
     def faults(self, digests: Mapping[str, int]) -> Iterator[str]:
-        """Tensors whose digests are not as noted; those that the manifest does not have are left out."""
+        """Yield texts for tensors with digests other than recorded; skip tensors missing from the manifest."""
         for name, found in digests.items():
             noted = self.tensors.get(name)
             if noted is not None and noted.digest != found:
                 yield f"{name} has digest {found:016x}, {MANIFEST} {noted.digest:016x}"
 
     def faults_of_headers(self, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, str]) -> Iterator[str]:
-        """Files with other sizes and tensors with other shapes or dtypes than noted."""
+        """Yield texts for files with sizes, and tensors with shapes or dtypes, other than recorded."""
         for file, size in self.files.items():
             path = self.path.parent / file
             found = path.stat().st_size if path.is_file() else None
@@ -50,8 +49,7 @@ class TargetManifest(NamedTuple):
 
 
 def read_target_manifest(folder: Path) -> TargetManifest | None:
-    """The manifest of a converted checkpoint; None where there is none. Raises CheckpointError for one that cannot be
-    read."""
+    """Read a converted checkpoint's manifest; ``None`` if it has none. Raises CheckpointError if it is unreadable."""
     path = folder / MANIFEST
     if not path.is_file():
         return None

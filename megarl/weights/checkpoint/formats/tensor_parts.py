@@ -1,6 +1,6 @@
-"""Logical tensors that are parts of a larger tensor of the HF files: rows of a joined projection, experts of a stack.
+"""Logical tensors inside larger tensors of the HF files: rows of a fused projection, experts of a stack.
 
-A family's table names them (``Architecture.joined``); everything else in megarl knows the logical tensors alone.
+A family's table lists them (``Architecture.joined``); all other code uses only logical tensors.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from megarl.weights.reshard.boxes import Box, Shape
 
 
 class FilePlace(NamedTuple):
-    """Place of a logical tensor in the files."""
+    """Location of a logical tensor in the files."""
 
     stored: str
-    """Name of the tensor of the files."""
+    """Name of the stored tensor."""
     whole: Shape
-    """Its shape."""
+    """Shape of the stored tensor."""
     shape: Shape
     """Shape of the logical tensor."""
     expert: int | None = None
-    """Index along the stored tensor's first axis, where that is a stack."""
+    """Index along the stored tensor's first axis, if it is a stack."""
     transposed: bool = False
     first: int = 0
-    """Row of the stored tensor (once indexed and transposed) that is the first one here."""
+    """First row in the stored tensor, after indexing and transposing."""
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
-        """The logical tensor in the stored one."""
+        """View of the logical tensor in the stored one."""
         return self.view_in_matrix(whole if self.expert is None else whole[self.expert])
 
     def view_in_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
-        """The logical tensor in the stored one's expert."""
+        """View of the logical tensor in the matrix of its expert."""
         matrix = matrix.transpose(0, 1) if self.transposed else matrix
         return matrix[self.first : self.first + self.shape[0]]
 
     def box(self, box: Box) -> Box:
-        """Box of the stored tensor that has the elements ``box`` of the logical one."""
+        """Convert elements ``box`` of the logical tensor to the box of the stored tensor."""
         lo, hi = box[0]
         rows = (self.first + lo, self.first + hi)
         matrix = (*box[1:], rows) if self.transposed else (rows, *box[1:])
@@ -53,14 +53,14 @@ class FilePlace(NamedTuple):
 
 
 def places(arch: Architecture, hf_config: HFConfig, tensors: Mapping[str, Shape]) -> dict[str, FilePlace]:
-    """Place of each of these logical tensors in files of this model."""
+    """Location of each of these logical tensors in files of this model."""
     parts = places_of_parts(arch, hf_config)
     found = {name: parts.get(name, FilePlace(name, shape, shape)) for name, shape in tensors.items()}
     return {name: place._replace(stored=arch.name_in_files(place.stored)) for name, place in found.items()}
 
 
 def places_of_parts(arch: Architecture, hf_config: HFConfig) -> dict[str, FilePlace]:
-    """Place of each logical tensor that is a part of a larger one, whose name is as in the table."""
+    """Location of each logical tensor that is part of a larger one, with names as in the table."""
     sizes = arch.sizes(hf_config)
     rows = {part.name: (part, param) for param in arch.params for part in param.hf}
     found: dict[str, FilePlace] = {}
@@ -81,11 +81,12 @@ def places_of_parts(arch: Architecture, hf_config: HFConfig) -> dict[str, FilePl
 
 
 class Divided:
-    """A checkpoint whose joined and stacked tensors are read as the logical tensors in them.
+    """A checkpoint with fused and stacked tensors split into logical tensors.
 
     Args:
-        files: Its files; a stored tensor in another shape than expected is none of ``shapes``, and its parts are none.
-        parts: Of every logical tensor that is a part.
+        files: Files of the checkpoint. A stored tensor with an unexpected shape is left out of ``shapes``, with its
+            parts.
+        parts: Location of every logical tensor that is a part.
     """
 
     def __init__(self, files: HFFiles | Dequantised, parts: Mapping[str, FilePlace]) -> None:
@@ -99,7 +100,7 @@ class Divided:
         self.dtypes |= {name: files.dtypes[place.stored] for name, place in here.items()}
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a box of a logical tensor, into ``out`` where given."""
+        """Read a box of a logical tensor, into ``out`` if given."""
         place = self.parts.get(name)
         if place is None:
             return self.files.read(name, box, out)
@@ -112,11 +113,11 @@ class Divided:
         return into(out, values.dtype, shape).copy_(values.transpose(0, 1))
 
     def file_of(self, name: str) -> Path:
-        """Path of the file that has a logical tensor."""
+        """Path of the file with a logical tensor."""
         return self.files.file_of(self.parts[name].stored if name in self.parts else name)
 
     def paths(self) -> list[Path]:
-        """The files."""
+        """Paths of all files."""
         return self.files.paths()
 
     def close(self) -> None:
@@ -128,7 +129,7 @@ S = TypeVar("S", bound=Source)
 
 
 def in_files(source: S | Divided, tensors: Mapping[str, Shape]) -> tuple[S | HFFiles | Dequantised, dict[str, Shape]]:
-    """The files as they are, and the tensors and shapes that they should have for these logical tensors."""
+    """Return the underlying files, with the stored tensors and shapes expected for these logical tensors."""
     if not isinstance(source, Divided):
         return source, dict(tensors)
     found = {name: source.parts.get(name, FilePlace(name, shape, shape)) for name, shape in tensors.items()}

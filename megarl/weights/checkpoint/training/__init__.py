@@ -1,1 +1,1 @@
-"""Training state: saved beside the training, found and loaded again."""
+"""Training state: saved in the background, found and loaded again."""

@@ -1,5 +1,4 @@
-"""Room on the disk for a checkpoint: how much is free, what may go to make more, and how a full disk differs from other
-faults."""
+"""Disk space for a checkpoint: free it, reserve it, and distinguish a full disk from other errors."""
 
 from __future__ import annotations
 
@@ -20,21 +19,20 @@ log = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _WORDS = tuple(os.strerror(number) for number in FULL)
-"""Words in errors of libraries that raise their own (safetensors, torch)."""
+"""Texts in errors of libraries with their own types (safetensors, torch)."""
 RESERVE_BYTES = 2**16
 _RESERVE = "reserve"
 
 
 def is_full(error: BaseException) -> bool:
-    """Return True if the error means a full disk or quota."""
+    """True if the error means a full disk or quota."""
     if isinstance(error, DiskFullError) or (isinstance(error, OSError) and error.errno in FULL):
         return True
     return any(word in str(error) for word in _WORDS)
 
 
 def cause(error: BaseException | None) -> OSError | None:
-    """The OSError after an error, if any: on a full disk torch closes its archive, and reports its position as
-    wrong."""
+    """Find the OSError behind an error. On a full disk torch closes its archive and reports only a wrong position."""
     while error is not None and not isinstance(error, OSError):
         error = error.__cause__ or error.__context__
     return error
@@ -42,7 +40,7 @@ def cause(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Name what was being written in errors of the disk. Raises DiskFullError where it is full, else JobError."""
+    """Add ``path`` to disk errors in the body. Raises DiskFullError if the disk is full, else JobError."""
     try:
         yield
     except JobError:
@@ -58,9 +56,9 @@ def writing(path: Path) -> Iterator[None]:
 def free_space(folder: Path, needed: int, keep: int, *, refuse: bool, best: int | None = None) -> None:
     """Make room for a checkpoint of ``needed`` bytes, if fewer are free.
 
-    The finished checkpoints go that ``prune`` would remove once the new one counts; the newest and that of step
-    ``best`` stay. ``refuse``: raise DiskFullError if the room is still missing. Otherwise warn and try: a quota or a
-    reserve may make the number of free bytes wrong.
+    Removes finished checkpoints that ``prune`` would remove after the new one; keeps the newest and step ``best``'s.
+    ``refuse``: raise DiskFullError if there is still no room. Otherwise log a warning: with a quota or a reserve the
+    number of free bytes may be wrong.
     """
     if (free := shutil.disk_usage(folder).free) >= needed:
         return
@@ -80,14 +78,13 @@ def free_space(folder: Path, needed: int, keep: int, *, refuse: bool, best: int 
 
 
 def size(count: int) -> str:
-    """Bytes for people: 12,345,678 bytes (11.8 MiB)."""
+    """Format bytes for people: 12,345,678 bytes (11.8 MiB)."""
     return f"{count:,} bytes ({count / 2**20:.1f} MiB)"
 
 
 def reserve(folder: Path) -> None:
-    """Take the room of a checkpoint's small files, which rank 0 writes between collectives of all ranks: were the disk
-    full there, the others would wait forever. Raises OSError here instead.
-    """
+    """Reserve disk space for a checkpoint's small files, which rank 0 writes between collectives. If the disk were full
+    there, the other ranks would wait forever. Raises OSError here instead."""
     newest = next(reversed(finished(folder.parent)), None)
     small = [] if newest is None else [*newest.glob("*/.metadata"), *newest.glob("*/common.pt")]
     count = max(RESERVE_BYTES, 2 * sum(path.stat().st_size for path in small))
@@ -97,6 +94,5 @@ def reserve(folder: Path) -> None:
 
 
 def use_reserve(folder: Path, number: int) -> None:
-    """Give the room back, right before what it was kept for: 1 what is written at the start of a checkpoint, 2 at its
-    end."""
+    """Release reserved space just before its use: 1 for writes at a checkpoint's start, 2 for its end."""
     (folder / f"{_RESERVE}_{number}").unlink(missing_ok=True)

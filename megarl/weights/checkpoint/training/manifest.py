@@ -1,9 +1,8 @@
-"""Folders of checkpoints: which of them count, what their manifests list, whether their files are as they were written.
+"""Checkpoint folders: which ones are finished, their manifests, and checks of their files.
 
 Layout (verl's): ``<dir>/global_step_<i>/{actor/, critic/, …, rng_<rank>.json, state.json}`` and
-``<dir>/latest_checkpointed_iteration.txt``. A checkpoint is written under another name,
-``global_step_<i>.attempt_<n>``, its manifest ``state.json`` last, and then renamed: what has another name or no
-manifest was not finished and does not count.
+``<dir>/latest_checkpointed_iteration.txt``. A checkpoint is written as ``global_step_<i>.attempt_<n>``, its manifest
+``state.json`` last, and then renamed. A folder with another name or without manifest is unfinished and ignored.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ log = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
 EXPORTED_STEP = "hf_step"
-"""File of a run's directory with the step whose weights ``hf/`` has."""
+"""File in a run's directory with the step of the weights in ``hf/``."""
 PREFIX = "global_step_"
 MANIFEST = "state.json"
 PIECE = 1 << 22
-"""Bytes of a file that are read and digested at once."""
+"""Bytes of a file read and hashed at a time."""
 _UNFINISHED = re.compile(rf"{PREFIX}[0-9]+\.attempt_([0-9]+)")
 _NUMBER = re.compile(r"[0-9]{1,18}")
 _BESIDE_STATE = ("made", "files")
-"""Entries of a manifest beside the state that a job goes on from: who made it, and its files."""
+"""Manifest entries other than the resumable state: origin and files."""
 
 
 class Fingerprint(NamedTuple):
-    """Size and digest by which a file is recognized."""
+    """Size and digest that identify a file's content."""
 
     size: int
     """Bytes."""
@@ -50,8 +49,7 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, path: Path, over: Callable[[], bool] = lambda: False) -> Fingerprint:
-        """Compute the fingerprint of a file. Raises JobError once ``over``, which is called before each piece, returns
-        True."""
+        """Compute a file's fingerprint. ``over`` is called before each piece; raises JobError when it returns True."""
         digest = hashlib.sha256()
         with path.open("rb", buffering=0) as file:
             while piece := file.read(PIECE):
@@ -62,8 +60,7 @@ class Fingerprint(NamedTuple):
 
 
 def current_attempt(run_dir: Path, program: str = TRAIN) -> int:
-    """Number of the newest start of a program of the run; 0 before the first. Raises JobError where the file is not
-    megarl's."""
+    """Number of the newest attempt of a program of the run; 0 before the first. Raises JobError for an invalid file."""
     path = run_dir / of_program("attempt", program)
     if not path.is_file():
         return 0
@@ -76,8 +73,7 @@ def current_attempt(run_dir: Path, program: str = TRAIN) -> int:
 
 
 def unfinished_name(step: int, attempt: int) -> str:
-    """Name of a checkpoint that is being written: another for every attempt, so that none writes into another's
-    files."""
+    """Name of a checkpoint during writing, different for every attempt, so that attempts do not share files."""
     return f"{PREFIX}{step}.attempt_{attempt}"
 
 
@@ -88,12 +84,12 @@ def _attempt_of(unfinished: Path) -> int:
 
 
 def latest(folder: Path) -> Path | None:
-    """The newest finished checkpoint of ``folder``, or None."""
+    """Newest finished checkpoint of ``folder``, or ``None``."""
     return next(reversed(finished(folder)), None)
 
 
 def exported_step(run_dir: Path) -> int | None:
-    """Step whose weights ``hf/`` of a run has; None where that was not recorded."""
+    """Step of the weights in a run's ``hf/``; ``None`` if not recorded."""
     path = run_dir / EXPORTED_STEP
     text = path.read_text(errors="replace").strip() if path.is_file() else ""
     return int(text) if _NUMBER.fullmatch(text) else None
@@ -105,7 +101,7 @@ def finished(folder: Path) -> list[Path]:
 
 
 def in_order(folder: Path) -> list[Path]:
-    """Checkpoints by step, those without a manifest too."""
+    """Checkpoints by step, including those without a manifest."""
     steps = {step: p for p in folder.glob(f"{PREFIX}*") if (step := _step_of(p.name)) is not None}
     return [steps[step] for step in sorted(steps)]
 
@@ -116,8 +112,7 @@ def steps_of(checkpoints: Sequence[Path]) -> list[int]:
 
 
 def unfounded_latest(folder: Path) -> str | None:
-    """Reason why ``latest_checkpointed_iteration.txt`` names no checkpoint that counts; None where it does, or is
-    missing."""
+    """Reason why ``latest_checkpointed_iteration.txt`` names no finished checkpoint; ``None`` if valid or missing."""
     path = folder / LATEST
     if not path.is_file():
         return None
@@ -129,22 +124,22 @@ def unfounded_latest(folder: Path) -> str | None:
 
 
 def recover(folder: Path) -> list[Path]:
-    """Undo or end every ``complete`` that was killed between its renames; return the checkpoints that were put back.
+    """Finish or undo every ``complete`` killed between its renames; return the checkpoints restored.
 
-    For a start alone: a job that is alive may be between them.
+    Call it only at a start: a running job may be between the renames.
     """
     return [target for target in durable.moved_aside(folder, f"{PREFIX}*") if durable.recover_directory(target)]
 
 
 def remove(checkpoint: Path) -> None:
-    """The manifest first: whenever this process dies, what is left does not count."""
+    """Remove a checkpoint, manifest first: after a kill the rest counts as unfinished."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(checkpoint, ignore_errors=True)
 
 
 def prune(folder: Path, keep: int, attempt: int = 0, best: int | None = None) -> None:
-    """Remove all but the newest ``keep`` finished checkpoints and that of step ``best``, and the unfinished ones of
-    ``attempt`` and of attempts before it."""
+    """Remove all finished checkpoints except the newest ``keep`` and step ``best``'s, and unfinished ones of attempts
+    up to ``attempt``."""
     kept = finished(folder)[-keep:]
     for checkpoint in in_order(folder):
         if checkpoint not in kept and (best is None or _step_of(checkpoint.name) != best):
@@ -155,8 +150,7 @@ def prune(folder: Path, keep: int, attempt: int = 0, best: int | None = None) ->
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """All that ``state.json`` holds. Raises CheckpointError for a damaged file, and for a step that differs from the
-    folder's name."""
+    """Read ``state.json``. Raises CheckpointError if it is damaged, or its step differs from the folder's name."""
     path = checkpoint / MANIFEST
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
@@ -170,22 +164,21 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def _step_of(name: str) -> int | None:
-    """Step in the name of a checkpoint that is not being written; None for other names."""
+    """Step in a checkpoint's final name; ``None`` for other names."""
     number = name.removeprefix(PREFIX)
     return int(number) if name.startswith(PREFIX) and _NUMBER.fullmatch(number) else None
 
 
 def read_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the state that a job goes on from: step, phase, and what else it saved with them. Raises CheckpointError for
-    a damaged file."""
+    """Read the state to resume from: step, phase and other saved values. Raises CheckpointError if damaged."""
     return {name: value for name, value in read_manifest(checkpoint).items() if name not in _BESIDE_STATE}
 
 
 def write_manifest(
     checkpoint: Path, state: Mapping[str, Any], made: Mapping[str, Any], files: Mapping[str, Fingerprint]
 ) -> None:
-    """Makes the checkpoint whole. ``made``: by whom and how; nothing of it is needed to go on. ``files``: relative path
-    -> file."""
+    """Write the manifest, which completes the checkpoint. ``made``: its origin, not needed to resume. ``files``:
+    relative path -> fingerprint."""
     listed = {name: list(files[name]) for name in sorted(files)}
     write_text(checkpoint / MANIFEST, json.dumps({**state, "made": dict(made), "files": listed}, indent=1))
 
@@ -198,10 +191,10 @@ def complete(
     keep: int,
     best: int | None = None,
 ) -> Path:
-    """Make a checkpoint count whose files are all in ``written``; remove others as ``prune``; return its path.
+    """Finish the checkpoint in ``written``, whose files are complete; remove others as ``prune`` does; return its path.
 
     Args:
-        files: Those that their writers have taken the fingerprints of; the others' are taken here.
+        files: Fingerprints computed by the writers; missing ones are computed here.
     """
     folder, final = written.parent, written.with_name(f"{PREFIX}{state['step']}")
     others = [path for path in written.rglob("*") if path.is_file() and str(path.relative_to(written)) not in files]
@@ -214,13 +207,13 @@ def complete(
 
 
 def training_checkpoint(part: Path) -> Path | None:
-    """The finished checkpoint whose model (``actor``, ...) lies in ``part``; None where that is no part of one."""
+    """Finished checkpoint with the model (``actor``, ...) in ``part``; ``None`` if ``part`` belongs to none."""
     root = part.resolve().parent
     return root if (root / MANIFEST).is_file() else None
 
 
 def check_finished(part: Path) -> None:
-    """Raise CheckpointError where ``part`` is a model of a training checkpoint that was not finished."""
+    """Raise CheckpointError if ``part`` is a model of an unfinished training checkpoint."""
     root = part.resolve().parent
     if _UNFINISHED.fullmatch(root.name) or (not (root / MANIFEST).is_file() and any(root.glob("rng_*.json"))):
         raise CheckpointError(
@@ -232,13 +225,12 @@ def check_finished(part: Path) -> None:
 def fault_of_files(
     checkpoint: Path, *, digests: bool = True, stopping: Callable[[], bool] = lambda: False, part: str = ""
 ) -> str | None:
-    """The first file that differs from the manifest, and how; None where all are. A manifest without files is a
-    fault.
+    """Describe the first file that differs from the manifest, or a manifest without files; ``None`` if all match.
 
-    ``part``: compare the files of this folder alone; a manifest that lists none of them is then a warning.
+    ``part``: check only this folder's files; if the manifest lists none of them, log a warning.
 
-    Reads every byte with ``digests`` (0.9 GB/s a core with the processor's SHA instructions), otherwise the files'
-    sizes alone; a manifest without files is then a warning.
+    ``digests``: read every byte (0.9 GB/s a core with the processor's SHA instructions). Otherwise compare only sizes,
+    and a manifest without files is only a warning.
 
     Raises CheckpointError for a damaged manifest, JobError once ``stopping`` returns True.
     """
@@ -275,13 +267,13 @@ def fault_of_files(
 
 
 def _digested(paths: Sequence[Path], stopping: Callable[[], bool]) -> list[Fingerprint]:
-    """Raises JobError once ``stopping`` returns True."""
+    """Compute fingerprints in threads. Raises JobError once ``stopping`` returns True."""
     left = threading.Event()
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing holds no lock of Python's
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # hashing releases the GIL
         try:
             return list(pool.map(lambda path: Fingerprint.of(path, lambda: left.is_set() or stopping()), paths))
         finally:
-            left.set()  # an interrupt ends here: what is being read is given up
+            left.set()  # on an interrupt, stop the reading threads
 
 
 def _size(path: Path) -> int | None:
@@ -289,7 +281,7 @@ def _size(path: Path) -> int | None:
 
 
 def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Fingerprint]:
-    """Path relative to ``root`` -> its file's."""
+    """Compute fingerprints: path relative to ``root`` -> fingerprint."""
     found = {}
     for path in paths:
         heartbeat.beat()

@@ -1,10 +1,9 @@
-"""State of a distributed optimizer in a checkpoint: whole parameters, each on the ranks that write or read it.
+"""Checkpoint state of a distributed optimizer: full parameters, each on the ranks that write or read it.
 
-Megatron-Core's ``fully_reshardable`` form has every parameter's float32 master and moments in the parameter's shape, so
-that any grid loads them. Its own code gathers all of them on every data-parallel rank to save, and asks for all of them
-on every rank to load: 12 bytes for each parameter that a rank computes with. Here keys and values are the same, and a
-parameter's writer is the rank that has most of it: only parameters that lie over two ranks' shares move. A rank loads
-the parameters of its own share.
+Megatron-Core's ``fully_reshardable`` form stores every parameter's float32 master and moments in the parameter's shape,
+so any grid can load them. Its code gathers all of them on every data-parallel rank to save, and loads all of them on
+every rank: 12 bytes for each parameter of a rank's model. Here keys and values are the same, but each parameter is
+written by the rank with most of it. Only parameters split over two ranks move. A rank loads only its share.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ STATE = ("param", "exp_avg", "exp_avg_sq")
 
 
 class ParameterPiece(NamedTuple):
-    """Elements of a flat parameter that one data-parallel rank has."""
+    """Elements of a flat parameter on one data-parallel rank."""
 
     rank: int
     start: int
@@ -37,7 +36,7 @@ class ParameterPiece(NamedTuple):
 
 
 def pieces_of(start: int, end: int, share: int) -> list[ParameterPiece]:
-    """Pieces of a parameter at ``start`` to ``end`` of a bucket whose ranks have ``share`` elements each, in order."""
+    """Pieces, in order, of a parameter at ``start`` to ``end`` of a bucket with ``share`` elements per rank."""
     found = []
     for rank in range(start // share, -(-end // share)):
         low, high = max(start, rank * share), min(end, (rank + 1) * share)
@@ -46,12 +45,12 @@ def pieces_of(start: int, end: int, share: int) -> list[ParameterPiece]:
 
 
 def writer_of(pieces: Sequence[ParameterPiece]) -> int:
-    """Rank that has most of a parameter; the first of equal ones."""
+    """Rank with most of a parameter, the first on a tie."""
     return max(pieces, key=lambda piece: piece.size).rank
 
 
 def spread(optimizer: Any) -> None:
-    """Have a distributed optimizer, or each of a chain, make its ``fully_reshardable`` state here."""
+    """Replace the ``fully_reshardable`` state of a distributed optimizer, or of each in a chain, by this module's."""
     for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner.sharded_param_state_fully_reshardable = functools.partial(sharded_optimizer_state, inner)
 
@@ -59,7 +58,7 @@ def spread(optimizer: Any) -> None:
 def sharded_optimizer_state(
     optimizer: Any, model_sharded_state_dict: Any, is_loading: bool = False, metadata: Any = None
 ) -> dict[int, dict[str, Any]]:
-    """Number of a parameter -> its sharded tensors: to save those that this rank writes, to load those of its share.
+    """Parameter number -> sharded tensors: for saving, the ones this rank writes; for loading, the ones in its share.
 
     Every rank of the optimizer's data-parallel group calls it.
     """
@@ -82,7 +81,7 @@ def sharded_optimizer_state(
 
 
 def _parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, list[ParameterPiece]]]:
-    """Parameters with their pieces, in the order in which Megatron-Core numbers them when it loads."""
+    """Yield parameters with their pieces, in Megatron-Core's loading order."""
     ranks = optimizer.data_parallel_group.size()
     for buffer in optimizer.buffers:
         for parameter, (start, end, number) in buffer.param_index_map.items():
@@ -94,8 +93,7 @@ def _parameters(optimizer: Any) -> Iterator[tuple[torch.nn.Parameter, list[Param
 def _whole(
     optimizer: Any, parameter: torch.nn.Parameter, pieces: Sequence[ParameterPiece]
 ) -> dict[str, torch.Tensor] | None:
-    """float32 state in the parameter's shape on the rank that writes it, None on others; a piece that is whole is no
-    copy."""
+    """float32 state in the parameter's shape on the writing rank, else ``None``; an unsplit parameter is not copied."""
     group = optimizer.data_parallel_group
     rank, writer = group.rank(), writer_of(pieces)
     if all(piece.rank != rank for piece in pieces):
@@ -114,7 +112,7 @@ def _whole(
 
 
 def _gathered(own: torch.Tensor, pieces: Sequence[ParameterPiece], group: dist.ProcessGroup) -> torch.Tensor:
-    """Flat parameter of this rank's piece and those that the other ranks send."""
+    """Assemble a flat parameter from this rank's piece and the pieces that other ranks send."""
     whole = torch.empty(sum(piece.size for piece in pieces), dtype=torch.float32, device=own.device)
     for piece in pieces:
         part = whole[piece.start : piece.end]
@@ -126,15 +124,15 @@ def _gathered(own: torch.Tensor, pieces: Sequence[ParameterPiece], group: dist.P
 
 
 def copied(loaded: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Return the mappings of a state again, with the same tensors: an optimizer empties those that it takes."""
+    """Copy the mappings of a state but not its tensors: an optimizer empties the mappings it loads."""
     return {key: copied(value) if isinstance(value, Mapping) else value for key, value in loaded.items()}
 
 
 def differing(optimizer: Any, loaded: Mapping[Any, Any]) -> list[tuple[torch.nn.Parameter, str]]:
-    """Return what an optimizer, or any of a chain, does not have as it was loaded: parameters, and ``STATE`` of each.
+    """Return parameters, with ``STATE`` names, that differ in an optimizer (or any of a chain) from the loaded state.
 
     Args:
-        loaded: State of the optimizer as dist_checkpointing has read it, before the optimizer takes it.
+        loaded: Optimizer state read by dist_checkpointing, before the optimizer takes it.
     """
     chain = getattr(optimizer, "chained_optimizers", [optimizer])
     states = [loaded] if len(chain) == 1 else [state for _, state in sorted(loaded.items())]
@@ -156,7 +154,7 @@ def differing(optimizer: Any, loaded: Mapping[Any, Any]) -> list[tuple[torch.nn.
 
 
 def _as_sharded(model: Any, whole: Mapping[str, torch.Tensor], replica: int) -> dict[str, Any]:
-    """Sharded tensors of a parameter's state: as the parameter's own, ``replica`` 0 on the rank that writes."""
+    """Sharded tensors of a parameter's state, sharded as the parameter; ``replica`` is 0 on the writing rank."""
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
     found = {}

@@ -1,4 +1,4 @@
-"""Work that rank 0 does alone, with one outcome for all ranks: none goes on to another collective than the rest."""
+"""Work of rank 0 alone, with one outcome for all ranks, so that all continue with the same collective."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
-    """Return on every rank what ``action`` returns on rank 0, while the others wait.
+    """Run ``action`` on rank 0 while the others wait; return its result on every rank.
 
     Raises:
-        OSError, JobError, CheckpointError: what ``action`` raised, on every rank.
+        OSError, JobError, CheckpointError: raised by ``action``, on every rank.
     """
     outcome: list[Any] = [None, None]
     if dist.get_rank() == 0:
@@ -38,7 +38,7 @@ def on_rank_0(action: Callable[[], T]) -> T:
 class SmallFiles:
     """common.pt, .metadata and metadata.json, which Megatron-Core writes on rank 0 between collectives of all ranks.
 
-    Rank 0 takes part in those collectives whatever the disk does: what it raises is kept for ``check``.
+    After a disk error rank 0 still joins those collectives; the error is stored for ``check``.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +47,7 @@ class SmallFiles:
 
     @contextmanager
     def written(self) -> Iterator[None]:
-        """Within it errors of these files are kept."""
+        """Store errors of these files in the body."""
         from megatron.core.dist_checkpointing import serialization
         from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
@@ -69,10 +69,10 @@ class SmallFiles:
         return keeping
 
     def check(self) -> None:
-        """Raise what was kept, as OSError or JobError."""
+        """Raise the stored error, as OSError or JobError."""
         if self._error is None:
             return
         if (cause := disk.cause(self._error)) is not None:
             raise cause
-        disk.reserve(self._folder)  # torch's archives give no reason, so the disk is asked
+        disk.reserve(self._folder)  # torch's archive errors give no reason, so test the disk
         raise JobError(f"{self._folder} cannot be written ({self._error})") from self._error

@@ -1,5 +1,4 @@
-"""The states of all random generators of a rank, as JSON: Python's, numpy's, torch's and Megatron's, those of every
-grid apart."""
+"""States of all random generators of a rank, as JSON: Python's, numpy's, torch's and Megatron's, per grid."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from megarl.weights.megatron_private import device_generator, put_device_generat
 
 
 def of_process() -> dict[str, Any]:
-    """Generators that a process has once: Python's and numpy's."""
+    """States of Python's and numpy's generators, one per process."""
     version, numbers, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state()
     return {
@@ -25,7 +24,7 @@ def of_process() -> dict[str, Any]:
 
 
 def put_process(states: Mapping[str, Any]) -> None:
-    """Restore the generators that ``of_process`` returned."""
+    """Restore the states from ``of_process``."""
     version, numbers, gauss = states["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
@@ -33,8 +32,7 @@ def put_process(states: Mapping[str, Any]) -> None:
 
 
 def of_grid() -> dict[str, Any]:
-    """Generators of the grid in place: torch's, the GPU's, and the tracker's of what tensor parallelism cuts; with this
-    rank's place."""
+    """States of the current grid's generators (torch, GPU, tensor-parallel tracker), with this rank's place."""
     from megatron.core.tensor_parallel import random as megatron
 
     found = {
@@ -46,8 +44,8 @@ def of_grid() -> dict[str, Any]:
 
 
 def put_grid(states: Mapping[str, Any]) -> bool:
-    """False, and nothing is changed, where the states are of another grid or place: they would repeat another rank's
-    numbers."""
+    """Restore the states from ``of_grid``. Return False, without changes, if they come from another grid or place: they
+    would repeat another rank's numbers."""
     from megatron.core.tensor_parallel import random as megatron
 
     if states["place"] != _place() or ("cuda" in states) != torch.cuda.is_available():
@@ -60,7 +58,7 @@ def put_grid(states: Mapping[str, Any]) -> bool:
 
 
 def _place() -> dict[str, list[int]]:
-    """Dimension -> [this rank's number, size]."""
+    """Dimension -> [this rank's index, size]."""
     from megatron.core import parallel_state as p
 
     return {

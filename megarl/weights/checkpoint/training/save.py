@@ -1,7 +1,7 @@
-"""Writing a checkpoint of models and optimizers, now or beside the training that goes on.
+"""Write a checkpoint of models and optimizers, in the foreground or during training.
 
-``begin`` takes a snapshot on every rank; ``Save.finish`` makes it count when all ranks have written their files.
-Between the two nothing is there that a resuming job would take for a checkpoint.
+``begin`` takes a snapshot on every rank; ``Save.finish`` completes it after all ranks have written their files. Between
+the two a resuming job sees no new checkpoint.
 """
 
 from __future__ import annotations
@@ -41,47 +41,46 @@ from megarl.weights.reshard.adapters import LORA
 
 @dataclass(frozen=True)
 class CheckpointedModel:
-    """One model of a checkpoint, and its optimizer where it has one.
+    """One model of a checkpoint, with its optimizer if it has one.
 
-    Of a model with adapters a checkpoint has what is trained: the model itself is where it came from.
+    For a model with adapters the checkpoint has only trained tensors; the base model stays at its path.
     """
 
     chunks: Sequence[torch.nn.Module]
     optimizer: Any = None
     grid: Callable[[], AbstractContextManager[Any]] = field(default=nullcontext)
-    """Puts the model's process groups in place."""
+    """Activates the model's process groups."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Facts of a checkpoint beside its files."""
+    """Data of a checkpoint in addition to its tensors."""
 
     state: Mapping[str, Any]
-    """State that a job goes on from, as JSON."""
+    """State to resume from, as JSON."""
     attempt: int = 0
     made: Mapping[str, Any] = field(default_factory=dict)
-    """Origin of the checkpoint; nothing that is needed to go on."""
+    """Origin of the checkpoint, not needed to resume."""
 
 
 def rng_file(rank: int) -> str:
-    """Name of the file with a rank's generators."""
+    """Name of the file with a rank's generator states."""
     return f"rng_{rank}.json"
 
 
 class _Request(NamedTuple):
-    """Work that Megatron-Core hands out for one part: files to write, and what remains to be done when all ranks have
-    written theirs."""
+    """Megatron-Core's work for one part: files to write, and steps that follow when all ranks have written."""
 
     files: list[_File]
     tensors: list[torch.Tensor]
-    """Tensors of all files in turn."""
+    """Tensors of all files, concatenated."""
     transforms: list[Any]
     results: queue.SimpleQueue[Any]
     finalize: list[Callable[[], None]]
 
 
 class _File(NamedTuple):
-    """File to write: torch's names for it, and its contents."""
+    """File to write, with torch's names, and its contents."""
 
     path: str
     key: str
@@ -91,7 +90,7 @@ class _File(NamedTuple):
 
 
 class _End(NamedTuple):
-    """Rest of a ``_Request``, without its tensors: their copies take the memory of a snapshot."""
+    """A ``_Request`` without its tensors: copies of them take as much memory as a snapshot."""
 
     wrote: bool
     results: queue.SimpleQueue[Any]
@@ -99,7 +98,7 @@ class _End(NamedTuple):
 
 
 class _WriteFailure(NamedTuple):
-    """Reason why a rank could not write; an empty text for none."""
+    """Reason why a rank could not write; empty text if it could."""
 
     text: str
     full: bool
@@ -123,20 +122,17 @@ def begin(
     fence: Callable[[], None] = lambda: None,
     free_space: Callable[[int], None] = lambda needed: None,
 ) -> Save:
-    """Take a snapshot on every rank. ``step`` names the checkpoint; a finished one of this name stays until this one
-    is.
+    """Take a snapshot on every rank. ``step`` names the checkpoint; an older one stays until this one is complete.
 
     Args:
-        parts: Folder -> what goes there.
-        model: An HF directory whose config.json and tokenizer go with the first part, so that it can be converted by
-            itself.
-        background: Another process writes (``writer.of_process``); otherwise this one does, before this returns.
-        fence: Asked on rank 0 now and before the manifest is written: raises when another attempt has taken over.
-        free_space: Told on rank 0 how many bytes all ranks will write, before they do: raises when there is no room for
-            them.
+        parts: Folder -> model to store there.
+        model: HF directory; its config.json and tokenizer are stored with the first part, to make it convertible.
+        background: Write in another process (``writer.of_process``); otherwise write here before returning.
+        fence: Called on rank 0 now and before the manifest is written; raises if another attempt has taken over.
+        free_space: Called on rank 0 with the bytes that all ranks will write; raises if there is no room.
 
     Raises:
-        OSError, JobError: what rank 0 met, on every rank; nothing of this checkpoint is left then.
+        OSError, JobError: an error of rank 0, on every rank; the partial checkpoint is removed.
     """
     target = folder / unfinished_name(step, manifest.attempt)
 
@@ -189,15 +185,15 @@ def _write(
     random_states: str,
     requests: Sequence[tuple[list[_File], list[Any]]],
 ) -> _Written:
-    """A rank's files into ``target``; ``tensors`` are those of all requests in turn.
+    """Write a rank's files into ``target``; ``tensors`` are the tensors of all requests, concatenated.
 
     Raises:
-        OSError, RuntimeError: they cannot be written; none of them is left then.
+        OSError, RuntimeError: writing failed; the rank's files are removed.
     """
     own = [target / rng_name, *(Path(file.path) for files, _ in requests for file in files)]
 
     def discard() -> None:
-        for path in own:  # at once: what else is on this disk waits for room
+        for path in own:  # now: other writers to this disk need room
             path.unlink(missing_ok=True)
 
     left = iter(tensors)
@@ -209,7 +205,7 @@ def _write(
 
 @contextmanager
 def _undone_by(action: Callable[[], None]) -> Iterator[None]:
-    """``action`` where what is inside fails."""
+    """Run ``action`` if the body fails."""
     try:
         yield
     except (OSError, RuntimeError):
@@ -218,8 +214,7 @@ def _undone_by(action: Callable[[], None]) -> Iterator[None]:
 
 
 class _Synchronous:
-    """``writer.PendingWrite`` without a process: what it raises is kept for ``result``, so that all ranks learn of it
-    together."""
+    """``writer.PendingWrite`` without a process. It stores errors for ``result``, so that all ranks raise together."""
 
     done = True
 
@@ -241,7 +236,7 @@ class _Synchronous:
 
 @dataclass
 class Save:
-    """A checkpoint on its way."""
+    """A checkpoint in progress."""
 
     folder: Path
     step: int
@@ -251,19 +246,19 @@ class Save:
     _fence: Callable[[], None]
     _pending: PendingWrite[_Written] | _Synchronous
     needed: int
-    """Bytes that all ranks write, small files left out."""
+    """Bytes written by all ranks, without small files."""
 
     @property
     def written(self) -> bool:
-        """True if this rank's files are there, or will never be: ``finish`` then waits only for other ranks."""
+        """True if this rank has finished or failed to write; ``finish`` then waits only for other ranks."""
         return self._pending.done
 
     def finish(self, keep: int, best: int | None = None) -> Path:
-        """Wait for the writers of all ranks and make the checkpoint count; all but the newest ``keep`` finished ones
-        and that of step ``best``, as rank 0 gives it, are removed.
+        """Wait for the writers of all ranks and complete the checkpoint. Remove other finished ones except the newest
+        ``keep`` and step ``best``'s (rank 0's value).
 
         Raises:
-            DiskFullError: a rank had no room, what it met on every rank; nothing of this checkpoint is left.
+            DiskFullError: a rank had no room; raised on every rank, and the partial checkpoint is removed.
             JobError: a rank could not write for another reason; or rank 0's ``fence`` did.
             OSError: rank 0 could not write the manifest, on every rank.
         """
@@ -276,7 +271,7 @@ class Save:
         everyone: list[tuple[_WriteFailure, dict[str, Fingerprint]]] = [(fault, {})] * dist.get_world_size()
         dist.all_gather_object(everyone, (fault, {} if mine is None else mine.files))
         if faults := [fault for fault, _ in everyone if fault.text]:
-            on_rank_0(lambda: remove(self._target))  # the disk may be full with it
+            on_rank_0(lambda: remove(self._target))  # its files may have filled the disk
             failed = f"{self._target} cannot be written ({'; '.join(fault.text for fault in faults)})"
             if all(fault.full for fault in faults):
                 raise DiskFullError(f"{failed}; {self._bytes()} make room there")
@@ -307,7 +302,7 @@ class Save:
         return f"{disk.size(self.needed)} were to be written, {disk.size(free)} are free without them;"
 
     def give_up(self) -> None:
-        """End this rank's writer; what it has written does not count."""
+        """Kill this rank's writer; its files are ignored."""
         self._pending.kill()
 
 
@@ -319,7 +314,7 @@ def save(
     keep: int,
     model: Path | None = None,
 ) -> Path:
-    """``begin`` and ``finish`` at once; returns the checkpoint."""
+    """Save in the foreground (``begin``, then ``finish``); return the checkpoint."""
     return begin(folder, step, parts, Manifest(state), model=model).finish(keep)
 
 
@@ -330,7 +325,7 @@ def _request(folder: Path, part: CheckpointedModel) -> _Request:
 
     if part.optimizer is not None:
         start_moments(part.optimizer)
-    results: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ``Writer`` has a way between processes
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ``Writer`` returns results between processes
     put_results_queue(results)
     strategy = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
@@ -343,7 +338,7 @@ def _request(folder: Path, part: CheckpointedModel) -> _Request:
     assert found is not None, "an asynchronous save returns what is to be done"
     if found.async_fn is None:
         return _Request([], [], [], results, found.finalize_fns)
-    # The function is Megatron's way to many processes; what it gives each of them to do is done in one here.
+    # Megatron would distribute this function's work over many processes; here one process does all of it.
     transforms, _ = found.async_fn.args
     buckets = found.preload_fn()
     files = [_File(path, key, objects, [item for item, _ in pairs]) for path, key, (objects, pairs) in buckets]
@@ -352,13 +347,13 @@ def _request(folder: Path, part: CheckpointedModel) -> _Request:
 
 
 def _size(request: _Request) -> int:
-    """Bytes of its tensors and objects."""
+    """Bytes of the request's tensors and objects."""
     objects = sum(len(data.getbuffer()) for file in request.files for _, data in file.objects)
     return objects + sum(tensor.nbytes for tensor in request.tensors)
 
 
 def _write_files(files: Sequence[_File], tensors: Iterator[torch.Tensor], transforms: list[Any]) -> dict[int, Any]:
-    """Each with the next of ``tensors``; its number -> torch's record of it. Raises OSError or RuntimeError."""
+    """Write each file with the next of ``tensors``; file number -> torch's record. Raises OSError or RuntimeError."""
     from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 
     found: dict[int, Any] = {}
@@ -384,12 +379,12 @@ def _write_files(files: Sequence[_File], tensors: Iterator[torch.Tensor], transf
 
 
 def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside Megatron's, one for each group of buffers; none on a rank that trains nothing."""
+    """The torch optimizers inside Megatron's, one for each group of buffers; empty if the rank trains nothing."""
     return [o.optimizer for o in getattr(optimizer, "chained_optimizers", [optimizer]) if o.optimizer is not None]
 
 
 def start_moments(optimizer: Any) -> None:
-    """Before its first step an optimizer has no moments to save; these are what that step starts from."""
+    """Add the zero moments of the first step: before it an optimizer has none to save."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             group.setdefault("step", 0)
@@ -399,32 +394,31 @@ def start_moments(optimizer: Any) -> None:
 
 
 def bare(chunk: Any) -> Any:
-    """Without DDP around it."""
+    """Remove the DDP wrapper."""
     from megatron.core.distributed import DistributedDataParallel
 
     return chunk.module if isinstance(chunk, DistributedDataParallel) else chunk
 
 
 def named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """Megatron's names of a stage's chunks; what is saved is named by layer, so another number of chunks can load
-    it."""
+    """Megatron's names of a stage's chunks. Saved names use layers, so another number of chunks can load them."""
     return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
 def has_adapters(chunk: Any) -> bool:
-    """Return True if a chunk is trained by its adapters."""
+    """True if a chunk is trained through adapters."""
     return hasattr(unwrapped(chunk), LORA)
 
 
 def unwrapped(chunk: Any) -> Any:
-    """Megarl's GPTModel in a chunk."""
+    """Return megarl's GPTModel in a chunk."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def _kept(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """The entries of a chunk's state that a checkpoint has. Raises CheckpointError where one that is trained lacks."""
+    """Return the entries of a chunk's state to save. Raises CheckpointError if a trained parameter is missing."""
     if not has_adapters(chunk):
         return state
     trained = {name for name, parameter in unwrapped(chunk).named_parameters() if parameter.requires_grad}
@@ -437,7 +431,7 @@ def _kept(chunk: Any, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def sharded_state(part: CheckpointedModel, *, is_loading: bool) -> dict[str, Any]:
-    """State dict that dist_checkpointing saves or loads for a part; its grid is in place."""
+    """State dict for dist_checkpointing to save or load a part; call it with the part's grid active."""
     from megatron.core import parallel_state
 
     metadata = {

@@ -1,5 +1,4 @@
-"""Training state: Megatron's dist_checkpointing for model and optimizer. Saving is ``save.py``, the folders are
-``manifest.py``."""
+"""Load training state: Megatron's dist_checkpointing for model and optimizer. See ``save.py`` and ``manifest.py``."""
 
 from __future__ import annotations
 
@@ -65,23 +64,23 @@ __all__ = [
 
 
 def newest(*folders: Path) -> Path | None:
-    """The newest finished checkpoint of the first folder that has one, as rank 0 finds it. Every rank calls it.
+    """Newest finished checkpoint of the first folder that has one, as found by rank 0. Every rank calls it.
 
-    A network file system may list other names on each node.
+    A network file system may list different names on each node.
     """
     return on_rank_0(lambda: next((found for folder in folders if (found := latest(folder)) is not None), None))
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
-    """``read_manifest`` on rank 0, for every rank."""
+    """Run ``read_manifest`` on rank 0; return the result on every rank."""
     return on_rank_0(lambda: read_manifest(checkpoint))
 
 
 def load(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> None:
-    """Load models and optimizers on every rank; the grids may differ from those that saved.
+    """Load models and optimizers on every rank; the saving grids may have been different.
 
     Raises:
-        CheckpointError: it cannot be read; a part or a tensor is missing, or has another shape.
+        CheckpointError: the checkpoint is unreadable; a part or tensor is missing or misshapen.
     """
     try:
         _load_parts(checkpoint, parts)
@@ -108,7 +107,7 @@ def _load_parts(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> Non
             with part.grid(), torch.no_grad():
                 _load_part(checkpoint / name, part)
         except (CheckpointingException, CheckpointException, KeyError) as error:
-            # What torch reports is no Exception, and its text the tracebacks of all ranks.
+            # torch's error is no Exception, and its text contains the tracebacks of all ranks.
             reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             raise CheckpointError(
                 f"{checkpoint / name} does not fit this model: {reason}; was it made by another model.path?"
@@ -133,12 +132,12 @@ def _load_part(folder: Path, part: CheckpointedModel) -> None:
         _check_optimizer(folder, part, given)
         model: Any
         for model in part.chunks:
-            # float32 masters may be finer than the parameters saved, on the ranks that own them
+            # float32 masters may be finer than the saved parameters, on the ranks that own them
             model.start_param_sync(force_sync=True)
 
 
 def _check_optimizer(folder: Path, part: CheckpointedModel, given: Mapping[Any, Any]) -> None:
-    """Raise CheckpointError where an optimizer does not have the masters and moments that a checkpoint gives it."""
+    """Raise CheckpointError if an optimizer's masters and moments differ from the checkpoint's."""
     if not (found := differing(part.optimizer, given)):
         return
     names = {p: name for chunk in part.chunks for name, p in unwrapped(chunk).named_parameters()}
@@ -149,12 +148,10 @@ def _check_optimizer(folder: Path, part: CheckpointedModel, given: Mapping[Any, 
 
 
 def put_random_states(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> bool:
-    """Give this rank's generators the states that they had when the checkpoint was made. Call when all models are
-    built, which draws.
+    """Restore this rank's generators from the checkpoint. Call it after building all models, which draws from them.
 
     Returns:
-        False where a grid is another than the one that saved: its generators stay as its seed has set them. (Also for a
-        checkpoint from before it held such states.)
+        False if a grid differs from the saving one or has no saved states; its generators then keep their seed.
     """
     path = checkpoint / rng_file(dist.get_rank())
     if not path.is_file():

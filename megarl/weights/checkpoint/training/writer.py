@@ -1,4 +1,4 @@
-"""A process beside this one that does its writing, from copies of tensors in memory that both share."""
+"""A child process that writes for this one, from copies of tensors in shared memory."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from megarl.core.processes.parent import die_with
 
 T = TypeVar("T")
 NICENESS = 10
-"""The writer has until the next checkpoint, the trainer waits for nobody."""
+"""Low priority: the writer has time until the next checkpoint, and no process waits for it."""
 SEND_S = 60.0
-"""Seconds that the writer may take to read a request; one that takes longer is killed."""
+"""Timeout in seconds for the writer to read a request; then it is killed."""
 KILLED_S = 10.0
-"""Seconds for which a killed writer is waited for: one that the kernel holds, in the middle of a write, ends later."""
+"""Seconds to wait for a killed writer; in the middle of a write the kernel may delay its end."""
 ALIGNMENT = 64
-"""Bytes between the beginnings of tensors."""
+"""Alignment of tensors in bytes."""
 
 
 class _Place(NamedTuple):
-    """Place of one tensor in the shared memory."""
+    """Location of one tensor in the shared memory."""
 
     start: int
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def within(self, memory: mmap.mmap | None) -> torch.Tensor:
-        """The tensor there, with a storage of its own size: a pickler writes whole storages."""
+        """The tensor in ``memory``, with a storage of exactly its size, because a pickler writes whole storages."""
         count = prod(self.shape) * self.dtype.itemsize
         if memory is None or not count:
             return torch.empty(self.shape, dtype=self.dtype)
@@ -52,21 +52,21 @@ class _Place(NamedTuple):
 
 
 class PendingWrite(Generic[T]):
-    """Work that the ``Writer`` has begun, and its result."""
+    """Work in progress in the ``Writer``, and its result."""
 
     def __init__(self, writer: Writer, failed: RuntimeError | None = None) -> None:
         self._writer, self._failed = writer, failed
 
     @property
     def done(self) -> bool:
-        """True if ``result`` will not wait."""
+        """True if ``result`` would not block."""
         return self._failed is not None or self._writer.answered
 
     def result(self) -> T:
-        """Return the result of the work; waits for it.
+        """Wait for the work and return its result.
 
         Raises:
-            OSError, RuntimeError: what the work raised, or that the writer died or had no memory.
+            OSError, RuntimeError: raised by the work, or the writer died or had no memory.
         """
         if self._failed is not None:
             raise self._failed
@@ -74,20 +74,19 @@ class PendingWrite(Generic[T]):
         return found
 
     def kill(self) -> None:
-        """End the writer in the middle of it."""
+        """Kill the writer during its work."""
         self._writer.kill()
 
 
 class Writer:
-    """A child that does one piece of work after the other, and dies with this process.
+    """A child that does one piece of work at a time and dies with this process.
 
-    It is forked once, best before models take memory and a GPU: a page of a forked child is copied when its parent
-    writes to it, and training writes to every one. What it is to work on is copied into shared memory, which stays and
-    is used again: its pages are made only once. So that memory holds one more copy of the largest snapshot for as long
-    as this process lives.
+    It is forked once, best before models take memory and a GPU: training writes to every page, which would copy the
+    pages of a later fork. Tensors are copied into shared memory, which is reused, so pages are allocated once. Until
+    this process ends it uses memory for one copy of the largest snapshot.
 
-    The child has no files and sockets of its parent's, so none that the parent closes stays open, and ignores the
-    signals that ask a job to end, since its parent then waits for it.
+    The child closes its parent's files and sockets, so that none stays open. It ignores signals that end a job, because
+    its parent then waits for it.
     """
 
     def __init__(self) -> None:
@@ -96,21 +95,21 @@ class Writer:
         self._memory: mmap.mmap | None = None
         context = multiprocessing.get_context("fork")
         self._pipe, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, self._descriptor, os.getpid()), daemon=True)
-        self._process.start()
+        self.process = context.Process(target=_serve, args=(other, self._descriptor, os.getpid()), daemon=True)
+        """The child."""
+        self.process.start()
         other.close()
-        atexit.register(self.kill)  # multiprocessing's own end is the signal that it ignores
+        atexit.register(self.kill)  # multiprocessing would end it by a signal that it ignores
 
     @property
     def alive(self) -> bool:
-        """True while the child lives."""
-        return self._process.is_alive()
+        """True while the child runs."""
+        return self.process.is_alive()
 
     def begin(self, work: Callable[..., T], tensors: Sequence[torch.Tensor], *rest: Any) -> PendingWrite[T]:
-        """Let the child do ``work(tensors, *rest)`` with the tensors as they are now, on the CPU; all but them is
-        pickled.
+        """Start ``work(tensors, *rest)`` in the child, on CPU copies of the tensors; pickle ``work`` and ``rest``.
 
-        ``work`` must touch no GPU and no process group. Where the child cannot begin, the task raises it.
+        ``work`` must not use a GPU or process group. If the child cannot start, the returned task raises the error.
         """
         assert not self._busy, "the one before it has not been asked for its result"
         places, start = [], 0
@@ -125,7 +124,7 @@ class Writer:
             )
         for place, tensor in zip(places, tensors, strict=True):
             place.within(self._memory).copy_(tensor)
-        late = threading.Timer(SEND_S, self._process.kill)
+        late = threading.Timer(SEND_S, self.process.kill)
         late.start()
         try:
             self._pipe.send((work, rest, places))
@@ -137,25 +136,24 @@ class Writer:
         return PendingWrite(self)
 
     def _grow(self, size: int) -> None:
-        """Memory for ``size`` bytes. Raises OSError where there is none: better here than by a signal when a page is
-        used."""
+        """Grow the shared memory to ``size`` bytes. Raises OSError if memory is full: a page access would kill us."""
         if size > (0 if self._memory is None else len(self._memory)):
             os.posix_fallocate(self._descriptor, 0, size)
             self._memory = mmap.mmap(self._descriptor, size)
 
     @property
     def answered(self) -> bool:
-        """True if there is an answer, or will never be one."""
+        """True if the answer has arrived or never will."""
         return self._pipe.poll() or not self.alive
 
     def answer(self) -> Any:
-        """Return the result of the child's work, or raise its error. Raises RuntimeError where it died."""
+        """Return the result of the child's work, or raise its error. Raises RuntimeError if the child died."""
         self._busy = False
         written = self._written()
         while not self._pipe.poll(1.0) and self.alive:
             before, written = written, self._written()
             if written != before:
-                heartbeat.beat()  # it writes; one that does not is a stall
+                heartbeat.beat()  # it writes; without progress it is a stall
         try:
             result, error = self._pipe.recv()
         except (EOFError, OSError) as closed:
@@ -165,21 +163,21 @@ class Writer:
         return result
 
     def _death(self) -> str:
-        self._process.join(KILLED_S)
-        return f"the process that writes it ended with status {self._process.exitcode}"
+        self.process.join(KILLED_S)
+        return f"the process that writes it ended with status {self.process.exitcode}"
 
     def _written(self) -> str:
-        """Changes while the process writes."""
+        """I/O counters of the child, which change while it writes."""
         try:
-            return Path(f"/proc/{self._process.pid}/io").read_text()
+            return Path(f"/proc/{self.process.pid}/io").read_text()
         except OSError:
             return ""
 
     def kill(self) -> None:
         """Kill the child and wait for its end."""
         atexit.unregister(self.kill)
-        self._process.kill()
-        self._process.join(KILLED_S)
+        self.process.kill()
+        self.process.join(KILLED_S)
 
     def __del__(self) -> None:
         os.close(self._descriptor)
@@ -189,10 +187,10 @@ _writer: Writer | None = None
 
 
 def of_process() -> Writer:
-    """This process's writer, which is started where there is none alive."""
+    """Return this process's writer; start one if none is running."""
     global _writer
     if _writer is not None and not _writer.alive:
-        _writer.kill()  # or its end at exit would keep it, and a whole snapshot of memory with it
+        _writer.kill()  # or its atexit handler would keep it and a whole snapshot in memory
         _writer = None
     if _writer is None:
         _writer = Writer()
@@ -204,12 +202,12 @@ def _forget() -> None:
     _writer = None
 
 
-os.register_at_fork(after_in_child=_forget)  # it is the parent's
+os.register_at_fork(after_in_child=_forget)  # the writer belongs to the parent
 
 
 def _serve(pipe: Connection, descriptor: int, parent: int) -> None:
-    """The child's life."""
-    gc.freeze()  # what belongs to the parent, on a GPU too, is not this process's to free
+    """Main loop of the child."""
+    gc.freeze()  # objects of the parent, also on a GPU, must not be freed here
     faulthandler.unregister(heartbeat.ASK)
     for number in (signal.SIGTERM, signal.SIGINT, heartbeat.ASK):
         signal.signal(number, signal.SIG_IGN)

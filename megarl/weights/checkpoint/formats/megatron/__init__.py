@@ -1,1 +1,1 @@
-"""Files of Megatron's dist_checkpointing."""
+"""Files in Megatron's dist_checkpointing format."""

@@ -1,10 +1,9 @@
-"""Megatron-Core's dist_checkpointing format (``torch_dist``), read slice by slice, without Megatron and without a
-model.
+"""Read Megatron-Core's dist_checkpointing format (``torch_dist``) slice by slice, without Megatron or a model.
 
-A directory has ``metadata.json`` (the format's name), ``common.pt`` (not needed here; Megatron-Core 0.19 writes none),
-``.metadata`` (a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: key -> global shape, dtype, chunks, and
-where each chunk lies) and ``*.distcp``, in which every chunk is what ``torch.save`` writes for one tensor: a zip
-archive whose ``data/0`` are the elements.
+A directory has ``metadata.json`` (the format's name), ``common.pt`` (unused here; not written by Megatron-Core 0.19)
+and ``.metadata``. That is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: key -> global shape, dtype,
+chunks, and each chunk's location. In ``*.distcp`` files every chunk is ``torch.save`` output for one tensor: a zip
+archive with the elements in ``data/0``.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ METADATA = ".metadata"
 CONFIG = "metadata.json"
 COMMON = "common.pt"
 COMMON_KEY = "common_state/"
-"""Begin of the key of an object with the common state."""
+"""Key prefix of an object with the common state."""
 STORAGES = {
     "FloatStorage": torch.float32,
     "BFloat16Storage": torch.bfloat16,
@@ -45,26 +44,26 @@ STORAGES = {
     "ByteStorage": torch.uint8,
     "BoolStorage": torch.bool,
 }
-"""The names that ``torch.save`` has for dtypes."""
+"""``torch.save``'s names of dtypes."""
 NOT_MODEL = re.compile(
     r"^(optimizer\.|chained_\d+\.|optim|rng_state|rerun_state_machine|opt_param_scheduler|iteration)"
 )
-"""Keys of training state beside the model's."""
+"""Keys of training state other than the model's."""
 
 
 _DAMAGED = (
     *(pickle.UnpicklingError, EOFError, AttributeError, ImportError, LookupError, TypeError, ValueError),
     *(ArithmeticError, MemoryError, RecursionError, NotImplementedError, AssertionError),
 )
-"""Errors that reading a pickle with wrong bytes may raise."""
+"""Errors that a pickle with wrong bytes may raise."""
 
 
 ADAPTER = "lora."
-"""Begins the key of an A or B, before its HF name."""
+"""Prefix of an A's or B's key, before its HF name."""
 
 
 class Chunk(NamedTuple):
-    """A box of a key's global tensor: a ``torch.save`` of ``length`` bytes from ``offset`` on in ``file``."""
+    """A box of a key's global tensor: a ``torch.save`` of ``length`` bytes at ``offset`` in ``file``."""
 
     box: Box
     file: str
@@ -79,14 +78,12 @@ class Stored(NamedTuple):
 
 
 def find_dist(path: Path) -> Path | None:
-    """The dist_checkpointing directory at ``path``, or below it where megarl (``actor``) and verl (``dist_ckpt``) keep
-    it."""
+    """Find the dist_checkpointing directory: ``path``, or its ``actor`` (megarl) or ``dist_ckpt`` (verl) folder."""
     return next((p for p in (path, path / "actor", path / "dist_ckpt") if (p / METADATA).is_file()), None)
 
 
 def has_adapters(path: Path) -> bool:
-    """Return True for the dist_checkpointing directory of a model with adapters: it has these, not the model itself.
-    Raises CheckpointError as ``DistFiles``."""
+    """True if a dist_checkpointing directory has adapters, not the full model. Errors as in ``DistFiles``."""
     return any(key.startswith(ADAPTER) for key in read_metadata(path))
 
 
@@ -95,10 +92,9 @@ class DistFiles:
 
     Args:
         path: The directory with ``.metadata``.
-        stored: What is in it; None: by its metadata.
+        stored: Its tensors; ``None``: read from its metadata.
 
-    Raises CheckpointError for a missing, unreadable or foreign metadata file, and for a data file that is missing or
-    cut short.
+    Raises CheckpointError for a missing, unreadable or foreign metadata file, and a missing or truncated data file.
     """
 
     def __init__(self, path: Path, stored: Mapping[str, Stored] | None = None) -> None:
@@ -131,7 +127,7 @@ class DistFiles:
                 )
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Read a box of a tensor, into ``out`` where given."""
+        """Read a box of a tensor, into ``out`` if given."""
         out = into(out, self.dtypes[name], boxes.shape_of(box))
         found = 0
         for common, chunk in self._chunks(name).overlapping(box):
@@ -151,12 +147,12 @@ class DistFiles:
         return out
 
     def file_of(self, name: str) -> Path:
-        """Path of the file that has a tensor's first element."""
+        """Path of the file with a tensor; the directory if its chunks are in several files."""
         files = {chunk.file for chunk in self.stored[name].chunks}
         return self.path / files.pop() if len(files) == 1 else self.path
 
     def paths(self) -> list[Path]:
-        """The files that hold the tensors."""
+        """Paths of the files with tensors."""
         return sorted({self.path / chunk.file for tensor in self.stored.values() for chunk in tensor.chunks})
 
     def close(self) -> None:
@@ -170,7 +166,7 @@ class DistFiles:
             return self._index[name]
 
     def _start(self, name: str, chunk: Chunk) -> int:
-        """Byte of the file where the chunk's elements begin."""
+        """Byte offset of the chunk's elements in the file."""
         start = self._starts.get(chunk)
         if start is None:
             start = self._starts[chunk] = self._locate(name, chunk)
@@ -192,7 +188,7 @@ class DistFiles:
         except (zipfile.BadZipFile, OSError, *_DAMAGED) as error:
             raise CheckpointError(f"{where} is no saved tensor ({error!r}); copy the checkpoint again") from error
         shape, dtype = boxes.shape_of(chunk.box), self.dtypes[name]
-        # Axes of extent 1 differ where numbered layers are read as one stack.
+        # Axes of size 1 differ if numbered layers are read as one stack.
         expected = [n for n in shape if n != 1]
         found = [(n, step) for n, step in zip(saved.shape, saved.stride, strict=True) if n != 1]
         row_major = [(n, prod(expected[axis + 1 :])) for axis, n in enumerate(expected)]
@@ -212,7 +208,7 @@ class DistFiles:
 
 
 class FileSlice(io.RawIOBase):
-    """``length`` bytes of a file from ``offset`` on (None: all that follow, for writing), as a file of its own."""
+    """``length`` bytes of a file from ``offset`` on (``None``: to the end, for writing) as a separate file object."""
 
     def __init__(self, stream: Any, offset: int, length: int | None = None) -> None:
         self._stream, self._offset, self._length = stream, offset, length
@@ -247,11 +243,11 @@ class FileSlice(io.RawIOBase):
         return int(self._stream.write(data))
 
     def flush(self) -> None:
-        """The underlying file is flushed by its owner."""
+        """Do nothing: the owner flushes the underlying file."""
 
 
 class _Saved(NamedTuple):
-    """A tensor in the pickle of ``torch.save``: elements of record ``data/<key>`` from ``start`` on."""
+    """A tensor in the pickle of ``torch.save``: elements of record ``data/<key>``, starting at ``start``."""
 
     dtype: torch.dtype
     key: str
@@ -261,7 +257,7 @@ class _Saved(NamedTuple):
 
 
 class _TensorUnpickler(pickle.Unpickler):
-    """Reads one tensor's description and can make nothing else."""
+    """Unpickles one tensor's description and can create nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -282,7 +278,7 @@ class _TensorUnpickler(pickle.Unpickler):
 
 
 def read_metadata(path: Path) -> dict[str, Stored]:
-    """Tensors by key. Raises CheckpointError for what is no checkpoint of this format."""
+    """Tensors by key. Raises CheckpointError if this is no checkpoint of this format."""
     config = path / CONFIG
     if config.is_file():
         try:
@@ -311,7 +307,7 @@ def _described(path: Path) -> dict[str, Stored]:
     tensors: dict[str, Stored] = {}
     for key, value in described.items():
         if not hasattr(value, "chunks"):
-            continue  # an object, no tensor
+            continue  # an object, not a tensor
         chunks = []
         for chunk in value.chunks:
             info = places[key].get(tuple(chunk.offsets))
@@ -333,13 +329,13 @@ def _described(path: Path) -> dict[str, Stored]:
 
 
 def keeps_common_state(path: Path) -> bool:
-    """Return True if the common state lies among the data (Megatron-Core 0.19), not in ``common.pt``. Raises
+    """True if the common state is stored among the data (Megatron-Core 0.19), not in ``common.pt``. Raises
     CheckpointError as ``read_metadata``."""
     return any(key.startswith(COMMON_KEY) for key in _unpickled(path)[0])
 
 
 def _unpickled(path: Path) -> tuple[Mapping[str, Any], Mapping[Any, Any]]:
-    """(key -> what it is, index of each part -> its place), by the metadata file."""
+    """Read from the metadata file (key -> description, index of each part -> location)."""
     try:
         with (path / METADATA).open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
@@ -353,7 +349,7 @@ def _unpickled(path: Path) -> tuple[Mapping[str, Any], Mapping[Any, Any]]:
 
 
 class _Unused:
-    """Stands for classes of a metadata file whose contents are not needed."""
+    """Replaces classes of a metadata file with unneeded contents."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -361,26 +357,25 @@ class _Unused:
 
 
 class _Record:
-    """Stands for a class of a metadata file: what was saved of an object are its attributes. torch's own classes import
+    """Replaces a class of a metadata file; saved state becomes attributes. torch's classes would import
     ``torch.distributed.checkpoint``, which takes a second."""
 
     offset: Any = None
-    """None for an index that was saved without an offset."""
+    """``None`` for an index saved without an offset."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(state)
 
 
 class _Properties:
-    """Stands for ``TensorProperties``, which are saved as a tuple that begins with the dtype."""
+    """Replaces ``TensorProperties``, which are saved as a tuple that begins with the dtype."""
 
     def __setstate__(self, state: Any) -> None:
         self.dtype = state[0]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Makes stand-ins for the classes of a metadata file and nothing else: a checkpoint from elsewhere can run no
-    code."""
+    """Creates only replacements for the classes of a metadata file: an untrusted checkpoint cannot run code."""
 
     _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
     _UNUSED = ("torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch")
@@ -411,8 +406,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def shared_chunk(stored: Mapping[str, Stored]) -> str | None:
-    """Describe the first chunk that overlaps another of its tensor, or lies where another tensor's does. None without
-    one."""
+    """Describe the first chunk that overlaps another, in its tensor or in a file; ``None`` without overlap."""
     places: dict[tuple[str, int], str] = {}
     for key, tensor in stored.items():
         index = BoxIndex((chunk.box, chunk) for chunk in tensor.chunks)
@@ -425,7 +419,7 @@ def shared_chunk(stored: Mapping[str, Stored]) -> str | None:
 
 
 def missing_elements(stored: Mapping[str, Stored]) -> Iterable[tuple[str, int]]:
-    """(key, elements missing) for every tensor whose chunks do not add up to its shape."""
+    """Yield (key, missing elements) for every tensor with chunks that do not add up to its shape."""
     for key, tensor in stored.items():
         missing = prod(tensor.shape) - sum(boxes.volume(chunk.box) for chunk in tensor.chunks)
         if missing:

@@ -1,9 +1,8 @@
-"""The names that one tensor can have in a dist_checkpointing file, and the objects that Megatron's loader asks for
-beside tensors.
+"""Alternative names of tensors in a dist_checkpointing file, and the objects that Megatron's loader also requires.
 
-Megatron-Core 0.16.1 names things by spec and by settings: a norm under its own name or as part of the linear after it
-(``models/gpt/gpt_layer_specs.py``), layers and experts stacked or numbered, gate and up together or apart as ``_w`` and
-``_v`` (``non_homogeneous_layers`` and ``singleton_local_shards`` in ``transformer/transformer_block.py``,
+In Megatron-Core 0.16.1 names depend on spec and settings. A norm is separate or part of the next linear
+(``models/gpt/gpt_layer_specs.py``). Layers and experts are stacked or numbered. Gate and up are one tensor or split as
+``_w`` and ``_v`` (``non_homogeneous_layers`` and ``singleton_local_shards`` in ``transformer/transformer_block.py``,
 ``moe/experts.py``, ``mlp.py``).
 """
 
@@ -26,8 +25,8 @@ _NORMS = re.compile(r"^(decoder\.layers|mtp\.layers\.\d+\.transformer_layer)(\.\
 
 
 def other_name(key: str, keys: Iterable[str] | None = None) -> str | None:
-    """A norm's key under the other spec; None for other tensors, and where no spec of this model (``keys``) has that
-    one."""
+    """Return a norm's key under the other spec; ``None`` for other tensors, or if a model with ``keys`` has no such
+    key."""
     match = _NORMS.match(key)
     for pair in _SAME if match else ():
         assert match is not None
@@ -35,14 +34,14 @@ def other_name(key: str, keys: Iterable[str] | None = None) -> str | None:
             prefix = key[: match.start("name")]
             other = prefix + pair[1 - pair.index(match["name"])]
             linear = other.replace(".layer_norm_weight", ".weight")
-            # The local spec saves this one so in layers with experts too, where there is no such linear.
+            # The local spec uses this name also in MoE layers, which have no such linear.
             fits = keys is None or linear == other or linear in keys or "mlp.linear_fc1" in linear
             return other if fits else None
     return None
 
 
 def adapt(stored: Mapping[str, Stored], wanted: Mapping[str, Shape]) -> dict[str, Stored]:
-    """The stored tensors under the keys and shapes of ``wanted``, as far as they are there under any of their names."""
+    """Map stored tensors to the keys and shapes of ``wanted``, for each that exists under any of its names."""
     found: dict[str, Stored] = {}
     for key in wanted:
         other = other_name(key)
@@ -57,7 +56,7 @@ def adapt(stored: Mapping[str, Stored], wanted: Mapping[str, Shape]) -> dict[str
         for name, lead, is_second in _joined(key):
             for candidate in (name, other_name(name)):
                 if candidate is not None and candidate in wanted and candidate not in found:
-                    parts.setdefault(candidate, {})[lead, is_second] = value  # under both its names it is the same
+                    parts.setdefault(candidate, {})[lead, is_second] = value  # the same under both its names
     for key, pieces in parts.items():
         if all(len(lead) + len(value.shape) == len(wanted[key]) for (lead, _), value in pieces.items()):
             found[key] = _join(wanted[key], pieces)
@@ -65,14 +64,13 @@ def adapt(stored: Mapping[str, Stored], wanted: Mapping[str, Shape]) -> dict[str
 
 
 def is_known(key: str, wanted: Mapping[str, Shape]) -> bool:
-    """Return True if a stored key is one of the names of a wanted tensor."""
+    """True if a stored key is one of the names of a wanted tensor."""
     names = [key, *(name for name, _, _ in _joined(key))]
     return any(name in wanted or other_name(name) in wanted for name in names)
 
 
 def _joined(key: str) -> Iterator[tuple[str, Shape, bool]]:
-    """(key of the tensor that this one may be a part of, leading indices in it, whether it is the second half of its
-    rows)."""
+    """Yield (key of the tensor that this one may be part of, leading indices in it, is the second half of its rows)."""
     is_second = key.endswith("_v")
     name = key.removesuffix("_v").removesuffix("_w") if key.endswith(("weight_w", "weight_v")) else key
     expert = re.search(r"experts\.experts\.(\d+)\.", name)
@@ -102,7 +100,7 @@ _WITHOUT_STATE = ("embedding.", "output_layer.", ".router.")
 
 
 def extra_states(layout: Layout) -> Iterator[str]:
-    """Keys of the ``_extra_state`` objects that models of either spec ask for; without FP8 they hold None."""
+    """Yield keys of the ``_extra_state`` objects that models of either spec require; without FP8 they are ``None``."""
     seen: set[str] = set()
     for row in layout.rows:
         lead = ".".join(map(str, row.lead or (0,)))

@@ -1,4 +1,4 @@
-"""Writes Megatron-Core's dist_checkpointing format piece by piece; ``dist.py`` describes its parts."""
+"""Write Megatron-Core's dist_checkpointing format piece by piece; ``dist.py`` describes the format."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ _STORAGE_OF = {dtype: name for name, dtype in STORAGES.items()}
 
 
 def write_chunk(stream: BinaryIO, box: Box, dtype: torch.dtype, data: Iterable[memoryview]) -> tuple[int, int]:
-    """Append what ``torch.save`` writes for a tensor of the box's shape; ``data``: its bytes in order. Returns (offset,
-    length)."""
+    """Append a tensor of the box's shape in ``torch.save`` format; ``data``: its bytes. Return (offset, length)."""
     offset = stream.tell()
     shape = boxes.shape_of(box)
-    # The archive's names and records are torch's; the checksum of the elements goes into the directory at its end.
+    # The archive uses torch's names and records; the checksum of the elements is in the directory at its end.
     with zipfile.ZipFile(FileSlice(stream, offset), "w", zipfile.ZIP_STORED) as archive:
         _record(archive, "data.pkl", _pickled(dtype, shape))
         _record(archive, "byteorder", b"little")
@@ -47,11 +46,11 @@ def _record(archive: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 
 class _Storage:
-    """Stands for the elements in the pickle."""
+    """Represents the elements in the pickle."""
 
 
 class _Tensor:
-    """Stands for the tensor: pickled as the call that makes it."""
+    """Represents the tensor: pickled as the call that rebuilds it."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -80,12 +79,10 @@ def write_metadata(
     aliases: Mapping[str, str],
     objects: Iterable[str],
 ) -> None:
-    """Write what Megatron's loader wants beside the data: ``common.pt``, empty objects, ``.metadata`` and last
-    ``metadata.json``.
+    """Write Megatron's files other than data: ``common.pt``, empty objects, ``.metadata``, and last ``metadata.json``.
 
-    ``chunks``: (key, chunk). ``aliases``: further key -> the key whose chunks it shares. ``objects``: keys of
-        ShardedObjects
-    that hold None (Megatron's ``_extra_state`` without FP8).
+    ``chunks``: (key, chunk). ``aliases``: further key -> key with the chunks to share. ``objects``: keys of
+    ShardedObjects that contain ``None`` (Megatron's ``_extra_state`` without FP8).
     """
     from torch.distributed.checkpoint import metadata as dcp
     from torch.distributed.checkpoint.filesystem import _StorageInfo
