@@ -17,7 +17,7 @@ from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel.grid import roles_of, with_dp
 from megarl.run.checks import job as checks
 from megarl.run.checks.devices import ledger_of
-from megarl.run.launch.bench import _of_bench
+from megarl.run.launch.bench import config_of_bench
 from megarl.run.run_dir.changes import Change, changes
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.unit.small_job import config_of, refused
@@ -97,7 +97,7 @@ def test_teachers_and_algorithms(prepared: Path, teacher: Path) -> None:
         refused(ConfigError, config, "teachers.math", f"algorithm.name={algorithm}", "algorithm=distill")
     single = config_of(prepared, *taught_by(teacher), "algorithm.group_size=1", "algorithm.reward_coef=0.5")
     refused(ConfigError, single, "algorithm.reward_coef=0.5", "algorithm.group_size is 1")
-    assert _of_bench(config_of(prepared, *taught_by(teacher)), prepared).teachers == {}
+    assert config_of_bench(config_of(prepared, *taught_by(teacher)), prepared).teachers == {}
 
 
 def test_two_teachers_of_one_source(prepared: Path, teacher: Path) -> None:

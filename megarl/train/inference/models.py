@@ -288,12 +288,6 @@ class Models:
             | self.more
         )
 
-    def refresh_due(self, step: int) -> bool:
-        """True if ``reference.refresh`` asks for a new reference at the start of a step."""
-        refresh = self.config.reference.refresh
-        due = refresh == "every_iteration" or (isinstance(refresh, int) and step % refresh == 0)
-        return due and self.reference is not None
-
     def refresh_reference(self) -> None:
         """Copy the actor's current weights to the reference, verified. Do nothing without a reference."""
         if isinstance(self.reference, Model):
