@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 import math
 import statistics
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ import torch
 from megarl.buffer.experience.groups import group_stats
 from megarl.config.algorithms import DistillConfig, KLConfig
 from megarl.config.model_roles import teacher_of
-from megarl.config.schema import TeacherConfig
-from megarl.core.errors import ConfigError
+from megarl.config.schema import Config, TeacherConfig
+from megarl.core.errors import ConfigError, NonRetryableError
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput, StepInput
 from megarl.learn.algorithms.terms.token_parts import counts
+from megarl.learn.batching import Sequences
+from megarl.train.inference.inference import check_ids
 from tests.native import backends
 
 DISTILL = algorithms.get("distill")
@@ -119,6 +123,16 @@ def test_missing_inputs_are_named() -> None:
         DISTILL.step_advantages(step, DistillConfig(reward_coef=0.3, group_size=1))
     with pytest.raises(ConfigError, match=r"algorithm.kl.place=reward: .* set it to loss"):
         DISTILL.step_advantages(step, DistillConfig(kl=KLConfig(0.1, "k3", "reward")))
+
+
+def test_a_token_that_the_teacher_does_not_have() -> None:
+    config = Config(teachers={"math": TeacherConfig("/m")})
+    teacher: Any = SimpleNamespace(head=SimpleNamespace(vocab_size=100))
+    sequences = Sequences(torch.tensor([3, 99], dtype=torch.int32), torch.tensor([2]), torch.tensor([True, False]))
+    check_ids(sequences, config, "math", teacher)
+    sequences.tokens = torch.tensor([3, 100], dtype=torch.int32)
+    with pytest.raises(NonRetryableError, match=r"sampled token 100, .* teachers.math.path=/m has vocab_size=100"):
+        check_ids(sequences, config, "math", teacher)
 
 
 def test_the_teacher_of_a_data_source() -> None:

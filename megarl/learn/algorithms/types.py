@@ -106,7 +106,7 @@ class StepInput:
     """float32 [T], like ``ref_logp`` and ``values``."""
     ref_logp: torch.Tensor | None = None
     teacher_logp: torch.Tensor | None = None
-    """By the teacher of each sequence; 0 where it has none."""
+    """Log-probs by each sequence's teacher; 0 for sequences without one."""
     values: torch.Tensor | None = None
     """The critic's value of the state before each position's next token."""
     bootstrap: torch.Tensor | None = None
@@ -114,7 +114,7 @@ class StepInput:
     greedy: torch.Tensor | None = None
     """float64 [N], reward of the greedy response to each sequence's prompt."""
     teacher_weights: torch.Tensor | None = None
-    """float64 [N], ``weight`` of each sequence's teacher; 0 where it has none."""
+    """float64 [N], ``weight`` of each sequence's teacher; 0 for sequences without one."""
     expert: torch.Tensor | None = None
     """bool [N], True for demonstrated rows: they have no reward, and advantages of 0."""
     own: torch.Tensor | None = None

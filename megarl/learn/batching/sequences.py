@@ -46,7 +46,7 @@ class Sequences:
     old_logp: torch.Tensor | None = None
     ref_logp: torch.Tensor | None = None
     teacher_logp: torch.Tensor | None = None
-    """By the teacher of each sequence; 0 where it has none."""
+    """Log-probs by each sequence's teacher; 0 for sequences without one."""
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
     """bool [n]; True for demonstrations among responses (mix)."""

@@ -71,7 +71,7 @@ class StepBatch:
 
     @property
     def teachers(self) -> list[str | None]:
-        """[N], name of each sequence's teacher; None where it has none."""
+        """[N], name of each sequence's teacher; None for sequences without one."""
         return [row.teacher for row in self.rows] + [None] * (len(self.sequences.step_lengths) - len(self.rows))
 
     def kept(self, mask: torch.Tensor) -> Tokens:

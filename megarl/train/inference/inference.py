@@ -69,7 +69,7 @@ class Inference:
             sequences.teacher_logp = self._teacher_logp(batch)
 
     def _teacher_logp(self, batch: StepBatch) -> torch.Tensor:
-        """float32 [T]: log-probs by the teacher of each held sequence, 0 elsewhere."""
+        """Return float32 [T]: log-probs by the teacher of each held sequence, 0 elsewhere."""
         sequences = batch.sequences
         found = torch.zeros(len(sequences.tokens))
         self.enter(Phase.TEACHERS)

@@ -81,7 +81,7 @@ class Models:
         self.critic: TrainedModel | None = None
         self.reward_model: Model | None = None
         self.teachers: dict[str, Model] = {}
-        """Name -> teacher; none where the algorithm needs none."""
+        """Name -> teacher; empty if the algorithm needs no teacher."""
         self.more: dict[str, Model] = {}
         """Role -> model added by a part of the job. Their memory stays on the device."""
         self._grids: dict[ParallelConfig, process_groups.Grid] = {}

@@ -14,7 +14,7 @@ from megarl.run.run_dir.rows import place
 
 
 def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError unless the algorithm has a use for the teachers, and every data source has one at most."""
+    """Raise ConfigError unless the algorithm needs the teachers, and each data source has at most one."""
     teachers, needed = config.teachers, "teacher_logp" in algorithm.needs
     if teachers and not needed:
         raise ConfigError(
