@@ -12,7 +12,7 @@ import torch
 from megarl.buffer.experience.groups import group_stats
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, settings_of
 from megarl.config.job import SyncConfig
-from megarl.config.schema import Config
+from megarl.config.schema import Config, TeacherConfig
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import Outcome, Reward
 from megarl.learn import algorithms
@@ -58,6 +58,9 @@ def whole(name: str) -> StepBatch:
     if name == "mix":
         rows = rows[:-1]
         sequences.expert = torch.arange(len(LENGTHS)) == len(rows)
+    if name == "distill":
+        sequences.teacher_logp = old + 0.1 * values
+        rows = [replace(row, teacher="one" if i % 3 else None) for i, row in enumerate(rows)]
     turns = noise if algorithms.get(name).advantage is not None else None
     return StepBatch(rows, rows, sequences, [], ["length", *["stop"] * (len(rows) - 1)], turns)
 
@@ -95,12 +98,15 @@ def results(name: str, batch: StepBatch) -> tuple[dict[int, bytes], list[str]]:
     """(number of a held sequence -> bits of its advantages and returns, all else that a step computes of ``batch``)."""
     settings: AlgorithmConfig = settings_of(name)(name=name)
     of_tokens = algorithms.get(name).estimate is not None
-    kl = KLConfig(0.1, "k3", "reward" if of_tokens else "loss", target=0.3, horizon=100)
+    kl = KLConfig(0.1, "k3", "reward" if of_tokens and name != "distill" else "loss", target=0.3, horizon=100)
     settings = replace(settings, kl=kl, turn_rewards=0.0 if of_tokens else 0.25)
     for flag in ("whiten_advantages", "bootstrap_truncated"):
         if of_tokens and hasattr(settings, flag):
             settings = replace(settings, **{flag: True})
-    config = Config(algorithm=settings, sync=SyncConfig(sample_tolerance=1.0))
+    if name == "distill":
+        settings = replace(settings, gamma=0.9, reward_coef=0.5)
+    teachers = {"one": TeacherConfig(weight=0.7)}
+    config = Config(algorithm=settings, sync=SyncConfig(sample_tolerance=1.0), teachers=teachers)
     models, nothing = cast("Models", SimpleNamespace(critic=None)), cast("Any", None)
     learner = Learner(
         config, algorithms.get(name), Inference(config, algorithms.get(name), models, nothing), nothing, nothing

@@ -17,6 +17,7 @@ FACE = (
     "lengths",
     "load",
     "lora",
+    "model_roles",
     "overrides",
     "rewards",
     "schema",

@@ -142,7 +142,15 @@ class PPOConfig(ReMaxConfig):
 
 
 @dataclass(frozen=True)
-class AnyAlgorithmConfig(PPOConfig, MixConfig, PreferenceConfig, OPMDConfig):
+class DistillConfig(ReinforcePPConfig):
+    gamma: UnitInterval = 0.0
+    """Discount of a token's reward; the default of distill is 0."""
+    reward_coef: Coefficient = 0.0
+    """Coefficient of the group-relative advantage of the task's reward (GRPO's), beside the teachers' term."""
+
+
+@dataclass(frozen=True)
+class AnyAlgorithmConfig(PPOConfig, MixConfig, PreferenceConfig, OPMDConfig, DistillConfig):
     """Settings of all algorithms, for one in a Python file of your own. Names in brackets are the algorithms that have
     a setting; others refuse it."""
 
@@ -156,6 +164,7 @@ SETTINGS: dict[str, type[AlgorithmConfig]] = {
     "ppo": PPOConfig,
     "reinforce_pp": ReinforcePPConfig,
     "remax": ReMaxConfig,
+    "distill": DistillConfig,
 }
 """Algorithms with settings of their own; all others have those of ``AlgorithmConfig``."""
 

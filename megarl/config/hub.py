@@ -9,7 +9,8 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.config.schema import Config
+from megarl.config.model_roles import RoleConfig, sections_of, teacher_role, with_sections
+from megarl.config.schema import Config, ReferenceConfig
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +47,13 @@ def snapshot(path: str) -> str:
 def with_snapshots(config: Config) -> Config:
     """The settings with cached snapshots for hub names of models: those that the run began with, for as long as the
     cache has them."""
-    roles = {role: getattr(config, role) for role in ("model", "critic", "reward_model")}
     used = _paths(Path(config.run.dir) / "resolved.json")
-    found = {
-        role: _snapshot_of_run(value.path, used.get(role)) for role, value in roles.items() if value.path is not None
-    }
-    return replace(config, **{role: replace(roles[role], path=path) for role, path in found.items()})
+    sections: dict[str, RoleConfig] = {}
+    for role, section in sections_of(config).items():
+        if not isinstance(section, ReferenceConfig) and section.path is not None:
+            sections[role] = replace(section, path=_snapshot_of_run(section.path, used.get(role)))
+    model = replace(config.model, path=_snapshot_of_run(config.model.path, used.get("model")))
+    return with_sections(replace(config, model=model), sections)
 
 
 def lost(path: str) -> str | None:
@@ -91,12 +93,11 @@ def _paths(resolved: Path) -> dict[str, str]:
     """Model paths of a run's last start; none where its settings cannot be read; others report that."""
     try:
         settings = json.loads(resolved.read_text())
-        return {
-            role: str(settings[role]["path"])
-            for role in ("model", "critic", "reward_model")
-            if settings[role]["path"] is not None
-        }
-    except (OSError, ValueError, KeyError, TypeError):
+        sections = {role: settings[role] for role in ("model", "critic", "reward_model")}
+        teachers = settings.get("teachers", {})  # runs of before there were any
+        sections |= {teacher_role(name): section for name, section in teachers.items()}
+        return {role: str(section["path"]) for role, section in sections.items() if section["path"] is not None}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 

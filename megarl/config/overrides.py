@@ -7,7 +7,7 @@ import difflib
 import shlex
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from megarl.config.algorithms import AlgorithmConfig, AnyAlgorithmConfig
 from megarl.config.bounds import annotations_of
@@ -100,6 +100,9 @@ def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> No
     cls: Any = Config
     seen: list[str] = []
     for part in key.split("."):
+        if get_origin(cls) is dict and dataclasses.is_dataclass(get_args(cls)[1]):  # the part is a name, as a teacher's
+            seen, cls = [*seen, part], get_args(cls)[1]
+            continue
         cls = _dataclass_in(cls)
         if cls is None:
             return  # inside a free dict such as taskset.options

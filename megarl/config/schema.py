@@ -576,6 +576,25 @@ class RewardModelConfig:
 
 
 @dataclass(frozen=True)
+class TeacherConfig:
+    """A teacher of on-policy distillation (docs/distillation.md)."""
+
+    path: str = "???"
+    """HF checkpoint of a language model with the actor's tokenizer, of any architecture and size."""
+    sources: list[str] = field(default_factory=list, hash=False)
+    """``data_source`` of the tasks that it teaches: exact names, or prefixes that end in ``/``; an empty list for those
+    that no other teacher names."""
+    weight: Coefficient = 1.0
+    """Factor of its log-ratio in the advantage."""
+    parallel: ParallelConfig | None = None
+    """Its own grid on the same ranks; None takes the actor's."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Its compute type; null takes the model's."""
+    offload: Offload = "none"
+    """Place of its parameters in the phases that do not need them."""
+
+
+@dataclass(frozen=True)
 class Config:
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -585,6 +604,8 @@ class Config:
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
+    teachers: dict[str, TeacherConfig] = field(default_factory=dict, hash=False)
+    """Teachers of ``algorithm=distill`` by name, {NAME: {path: FOLDER, sources: [gsm8k]}} (docs/distillation.md)."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)

@@ -11,7 +11,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from types import NoneType
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
@@ -44,14 +44,19 @@ class Setting(NamedTuple):
 def reference() -> str:
     """The page, in Markdown: a list for each group of settings."""
     lines = [HEADER]
-    kinds = {name: _whole(kind) for name, kind in get_type_hints(Config).items()}
-    for group in fields(Config):
-        lines += [f"## {group.name}", "", *_about(kinds[group.name])]
-        for row in settings(kinds[group.name], group.name):
+    for prefix, kind in groups():
+        lines += [f"## {prefix.removesuffix('.NAME')}", "", *_about(kind)]
+        for row in settings(kind, prefix):
             facts = "; ".join([row.values, *([f"verl: {row.verl}"] if row.verl else [])])
             lines += _wrapped(f"- {row.name} = {row.default}: {facts}") + _wrapped(f"  {row.help}")
         lines.append("")
     return "\n".join(lines)
+
+
+def groups() -> Iterator[tuple[str, type]]:
+    """Yield (prefix of its settings, dataclass) of each group. That of a group by name ends in ``.NAME``."""
+    for name, kind in get_type_hints(Config).items():
+        yield (f"{name}.NAME", get_args(kind)[1]) if get_origin(kind) is dict else (name, _whole(kind))
 
 
 def changed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
@@ -62,7 +67,7 @@ def changed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
         if is_dataclass(value):
             yield from changed(value, f"{name}.")
         elif value != (field.default if field.default_factory is MISSING else field.default_factory()):
-            yield name, value if isinstance(value, str) else json.dumps(value)
+            yield name, value if isinstance(value, str) else json.dumps(value, default=asdict)
 
 
 def _wrapped(text: str) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -80,8 +80,18 @@ def _check_texts(config: Config) -> None:
             "set PGPASSWORD or ~/.pgpass, or export the whole URL as MEGARL_STORE_URL and set "
             "store.url=env://MEGARL_STORE_URL"
         )
+    _check_teachers(config.teachers)
     for split in ("train", "eval"):
         _check_sources(f"taskset.{split}", getattr(config.taskset, split))
+
+
+def _check_teachers(names: Iterable[str]) -> None:
+    for name in names:
+        if not (name.isascii() and name.isidentifier()):
+            raise ConfigError(
+                f"teachers: a teacher is called {name!r}; take a name of letters, digits and '_' that begins with a "
+                "letter, which settings and metrics can have"
+            )
 
 
 def _check_sources(setting: str, sources: str | Mapping[str, SourceConfig]) -> None:

@@ -457,6 +457,8 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 
 TOOL_CALLS = "tool_calls"
 """Key of a trajectory's metadata: number of tool calls in its responses."""
+TEACHER = "teacher"
+"""Key of a trajectory's metadata while a step has it: name of its teacher."""
 
 
 @dataclass(frozen=True)
@@ -476,6 +478,8 @@ class Outcome:
     """Turns of all authors, the prompt included."""
     tool_calls: int | None = None
     """``None`` if responses were not searched for tool calls."""
+    teacher: str | None = None
+    """Name of its teacher; None without one."""
 
     @classmethod
     def of(cls, t: Trajectory) -> Outcome:
@@ -493,6 +497,7 @@ class Outcome:
             greedy,
             len(t.turns),
             t.metadata.get(TOOL_CALLS),
+            t.metadata.get(TEACHER),
         )
 
 

@@ -11,6 +11,11 @@ if TYPE_CHECKING:
     from megarl.learn.batching import Sequences, StepShare
 
 
+def bytes_of(sequences: Sequences) -> int:
+    """Bytes of all tensors that the sequences have, images and share included."""
+    return sum(value.nbytes for field in fields(sequences) if (value := getattr(sequences, field.name)) is not None)
+
+
 def sequences_of(
     tokens: torch.Tensor, mask: torch.Tensor, lengths: torch.Tensor | None = None, **fields: torch.Tensor
 ) -> Sequences:

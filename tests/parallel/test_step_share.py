@@ -28,6 +28,7 @@ from megarl.core.errors import DataError, MegarlError, NonRetryableError
 from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest
 from tests.loop.vision_models import QWEN_IMAGE, picture, save_tiny_qwen2_5_vl
 from tests.parallel import families
+from tests.parallel.batches import bytes_of
 from tests.parallel.grid import run_grid
 from tests.parallel.models import VOCAB, save_tiny_qwen3
 
@@ -175,7 +176,7 @@ def bytes_held(rank: int, path: str, case: Case) -> tuple[int, int, int]:
         for name in ("old_logp", "ref_logp", "advantages"):
             setattr(sequences, name, torch.zeros(len(sequences.tokens)))
         sizes.append(sequences)
-    return sizes[0].nbytes, sizes[1].nbytes, len(sizes[0])
+    return bytes_of(sizes[0]), bytes_of(sizes[1]), len(sizes[0])
 
 
 GRPO = AlgorithmConfig(name="grpo", kl=KLConfig(0.1, "k3"))

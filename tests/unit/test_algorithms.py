@@ -15,6 +15,7 @@ from megarl import _C
 from megarl.buffer.experience.groups import group_stats
 from megarl.config.algorithms import (
     AlgorithmConfig,
+    DistillConfig,
     KLConfig,
     MirrorDescentConfig,
     OPMDConfig,
@@ -144,6 +145,7 @@ def oracle(per_token: PerToken, batch: LossInput, c: AlgorithmConfig, frozen: Lo
 
 ORACLES: dict[str, PerToken] = {
     "cispo": cispo_token,
+    "distill": grpo_token,
     "grpo": grpo_token,
     "gspo": grpo_token,
     "kimi_mirror_descent": kimi_token,
@@ -169,6 +171,10 @@ VARIANTS: dict[str, list[AlgorithmConfig]] = {
         AlgorithmConfig(
             name="cispo", clip_high=4.0, kl=KLConfig(0.1), entropy_coef=0.05, correction="mask", correction_cap=1.3
         ),
+    ],
+    "distill": [
+        DistillConfig(name="distill", kl=KLConfig(0.0)),
+        DistillConfig(name="distill", kl=KLConfig(0.1), entropy_coef=0.05, correction="truncate", correction_cap=1.2),
     ],
     "gspo": [
         AlgorithmConfig(name="gspo", importance="sequence_mean", clip_low=3e-4, clip_high=4e-4, kl=KLConfig(0.0)),

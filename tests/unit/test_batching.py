@@ -14,6 +14,7 @@ from megarl.core.schema import TrainingSample
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations, of_samples
 from megarl.learn.batching.packing import best_fit, deal, spread
 from megarl.learn.batching.sequences import NO_IDS
+from tests.parallel.batches import bytes_of
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=40)
 
@@ -52,14 +53,14 @@ def test_a_step_takes_29_bytes_a_token_of_which_the_engine_gives_9() -> None:
     samples = [sample([5, 6, 7], [8, 9], [True, True]), sample([5], [6, 7, 8], [True, False, True])]
     found = of_samples(samples)
     lengths, total = found.lengths.nbytes, 9
-    assert found.nbytes - lengths == 9 * total and lengths == 8 * 2
+    assert bytes_of(found) - lengths == 9 * total and lengths == 8 * 2
     for name in ("advantages", "returns", "old_logp", "ref_logp", "values"):
         setattr(found, name, torch.zeros(total))
-    assert found.nbytes - lengths == 29 * total
+    assert bytes_of(found) - lengths == 29 * total
     pairs = [(e.prompt_ids, e.response_ids) for e in samples]
-    assert of_demonstrations(pairs).nbytes - lengths == 5 * total
+    assert bytes_of(of_demonstrations(pairs)) - lengths == 5 * total
     both = joined(found, of_demonstrations(pairs))
-    assert both.nbytes - 2 * lengths - 4 == 29 * 2 * total and both.tokens.dtype == torch.int32
+    assert bytes_of(both) - 2 * lengths - 4 == 29 * 2 * total and both.tokens.dtype == torch.int32
 
 
 @given(LENGTHS, st.booleans())

@@ -45,8 +45,11 @@ def cached(hub: Path, model: Path | None = None) -> Path:
 def test_a_cached_name_is_the_path_of_its_snapshot(hub: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compose([*OWN, f"model.path={NAME}"]).model.path == NAME
     found = cached(hub)
-    config = compose([*OWN, f"model.path={NAME}", f"critic.path={NAME}", f"reward_model.path={NAME}"])
-    assert {config.model.path, config.critic.path, config.reward_model.path} == {str(found)}
+    config = compose(
+        [*OWN, f"model.path={NAME}", f"critic.path={NAME}", f"reward_model.path={NAME}", f"teachers.t.path={NAME}"]
+    )
+    paths = {config.model.path, config.critic.path, config.reward_model.path, config.teachers["t"].path}
+    assert paths == {str(found)}
     monkeypatch.setenv("HF_HUB_CACHE", str(hub.parent / "elsewhere"))
     assert compose([*OWN, f"model.path={NAME}"]).model.path == NAME
     shutil.move(hub, hub.parent / "elsewhere")
@@ -90,14 +93,20 @@ def test_a_run_keeps_the_snapshot_that_it_began_with(
     """The branch may move on in the cache; without the old snapshot the new one is another model, which the run
     refuses."""
     first = cached(hub)
-    words = [*OWN, f"model.path={NAME}", f"critic.path={NAME}", f"run.dir={tmp_path / 'run'}"]
+    words = [
+        *OWN,
+        f"model.path={NAME}",
+        f"critic.path={NAME}",
+        f"teachers.t.path={NAME}",
+        f"run.dir={tmp_path / 'run'}",
+    ]
     (tmp_path / "run").mkdir()
     save_resolved(compose(words), tmp_path / "run" / "resolved.json")
     second = first.with_name("def456")
     shutil.copytree(first, second)
     (hub / "models--Some-Org--Tiny-0.5B" / "refs" / "main").write_text("def456")
     config = compose(words)
-    assert (config.model.path, config.critic.path) == (str(first), str(first))
+    assert {config.model.path, config.critic.path, config.teachers["t"].path} == {str(first)}
     assert f"goes on with {first}, though the cache's main branch is at def456" in caplog.text
     assert compose([*words[:-1], f"run.dir={tmp_path / 'other'}"]).model.path == str(second)
     given = [f"model.path={second}" if word == f"model.path={NAME}" else word for word in words]

@@ -271,6 +271,7 @@ def test_a_model_whose_layers_are_all_dense_has_nothing_to_balance(
 @pytest.mark.parametrize("name", sorted(p.stem for p in (config_dir() / "algorithm").glob("*.yaml")))
 def test_every_algorithm_passes(prepared: Path, tmp_path: Path, name: str) -> None:
     settings = [f"algorithm={name}", f"taskset.expert={tmp_path}/expert.parquet"]
+    settings += [f"teachers.itself.path={prepared}/model"] if name == "distill" else []
     config = config_of(prepared, *settings)
     assert config.algorithm.kl.coef == 0.2, "the quickstart's pull to the reference is every algorithm's"
     if algorithms.get(config.algorithm.name).offline:

@@ -15,7 +15,16 @@ from tests.conftest import examples
 
 STEP = tuple(phase for phase in Phase if phase is not Phase.START)
 NAMES = tuple(f"{role}.{kind}" for role in ("actor", "critic") for kind in TRAINED)
-ALL = (*NAMES, "reference.parameters", "reward_model.parameters", ENGINE_WEIGHTS, ENGINE_KV_CACHE)
+TEACHER = "teachers.a"
+ORDER = (TEACHER, *FIRST_TO_LEAVE)
+ALL = (
+    *NAMES,
+    "reference.parameters",
+    "reward_model.parameters",
+    f"{TEACHER}.parameters",
+    ENGINE_WEIGHTS,
+    ENGINE_KV_CACHE,
+)
 STAYS = PhasePlan.of(Config())
 RANK = {
     "actor.parameters": 2,
@@ -108,7 +117,7 @@ def test_one_byte_less_moves_another_role_and_at_last_nothing_helps() -> None:
 
 plans = st.builds(
     PhasePlan,
-    st.fixed_dictionaries({role: st.sampled_from([Place.DEVICE, Place.MEMORY, Place.DISK]) for role in FIRST_TO_LEAVE}),
+    st.fixed_dictionaries({role: st.sampled_from([Place.DEVICE, Place.MEMORY, Place.DISK]) for role in ORDER}),
 )
 ranks = st.lists(
     st.fixed_dictionaries(
@@ -135,6 +144,7 @@ def by_hand(ledger: Ledger, away: frozenset[str]) -> int:
         Phase.SCORES: {"reward_model.parameters"},
         Phase.OLD_LOGP: {"actor.parameters"},
         Phase.REF_LOGP: {"reference.parameters"},
+        Phase.TEACHERS: {f"{TEACHER}.parameters"},
         Phase.VALUES: {"critic.parameters"},
         Phase.UPDATE: set(NAMES),
         Phase.SAVE: set(NAMES) - {"actor.gradients", "critic.gradients"} | {"reference.parameters"},
@@ -143,7 +153,7 @@ def by_hand(ledger: Ledger, away: frozenset[str]) -> int:
         Phase.LOAD: {"reference.parameters"} | {name for name in NAMES if name.startswith("critic.")},
     }
     asked = {Phase.REFRESH: "reference.parameters", Phase.SCORES: "reward_model.parameters"}
-    asked |= {Phase.REF_LOGP: "reference.parameters"} | dict.fromkeys(
+    asked |= {Phase.REF_LOGP: "reference.parameters", Phase.TEACHERS: "teachers."} | dict.fromkeys(
         (Phase.VALUES, Phase.CRITIC, Phase.LOAD), "critic"
     )
     largest = 0
@@ -153,7 +163,7 @@ def by_hand(ledger: Ledger, away: frozenset[str]) -> int:
         for rank in ledger.ranks:
             total = 0
             for name, size in rank.items():
-                role = name.partition(".")[0]
+                role = name.rpartition(".")[0]
                 if role == "engine":
                     there = ledger.colocated and name in needs[phase]
                 else:
@@ -166,8 +176,8 @@ def by_hand(ledger: Ledger, away: frozenset[str]) -> int:
 @settings(max_examples=examples(300, 20000))
 @given(ledgers, st.integers(0, 60))
 def test_the_nearest_plan_is_the_first_with_the_fewest_changes(ledger: Ledger, budget: int) -> None:
-    here = {name.partition(".")[0] for rank in ledger.ranks for name in rank}
-    roles = [role for role in FIRST_TO_LEAVE if role in here]
+    here = {name.rpartition(".")[0] for rank in ledger.ranks for name in rank}
+    roles = [role for role in ORDER if role in here]
     present = frozenset(role for role, place in ledger.plan.away.items() if place is not Place.DEVICE)
     assert ledger.largest().total == by_hand(ledger, present)
     assert ledger.fits(budget) is (by_hand(ledger, present) <= budget)
@@ -176,7 +186,7 @@ def test_the_nearest_plan_is_the_first_with_the_fewest_changes(ledger: Ledger, b
         away = frozenset(role for role, leave in zip(roles, leaves, strict=True) if leave) | (present - set(roles))
         if by_hand(ledger, away) <= budget:
             changed = away ^ present
-            fitting.append((len(changed), [role not in changed for role in FIRST_TO_LEAVE], away))
+            fitting.append((len(changed), [role not in changed for role in ORDER], away))
     found = ledger.nearest(budget)
     if not fitting:
         assert found is None
@@ -184,13 +194,13 @@ def test_the_nearest_plan_is_the_first_with_the_fewest_changes(ledger: Ledger, b
     fewest, _, away = min(fitting, key=lambda each: each[:2])
     assert found is not None
     assert {role for role, place in found.away.items() if place is not Place.DEVICE} == away
-    assert sum(found.away[role] is not ledger.plan.away[role] for role in FIRST_TO_LEAVE) == fewest
+    assert sum(found.away[role] is not ledger.plan.away[role] for role in ORDER) == fewest
 
 
 @settings(max_examples=examples(200, 5000))
 @given(ledgers)
 def test_the_least_budget_is_refused_with_one_byte_less(ledger: Ledger) -> None:
-    least = by_hand(ledger, frozenset(FIRST_TO_LEAVE))
+    least = by_hand(ledger, frozenset(ORDER))
     assert ledger.nearest(least) is not None
     assert ledger.nearest(least - 1) is None
     assert ledger.fits(ledger.largest().total) and not ledger.fits(ledger.largest().total - 1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -12,7 +12,7 @@ from megarl import cli
 from megarl.config import Config
 from megarl.config.rewards import RewardConfig
 from megarl.config.schema import CriticConfig, OptimizerConfig
-from megarl.config.settings_page import SHARED, reference, settings
+from megarl.config.settings_page import SHARED, groups, reference, settings
 
 PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 
@@ -23,6 +23,7 @@ def names(kind: type, prefix: str) -> list[str]:
     for field in fields(kind):
         name = f"{prefix}.{field.name}" if prefix else field.name
         hint: Any = get_type_hints(kind)[field.name]
+        name += ".NAME" if get_origin(hint) is dict and is_dataclass(get_args(hint)[1]) else ""
         [*inner] = [k for k in (hint, *get_args(hint)) if isinstance(k, type) and is_dataclass(k)]
         found += names(inner[0], name) if inner else [name]
     return found
@@ -34,7 +35,7 @@ def test_the_page_is_what_the_command_prints(capsys: pytest.CaptureFixture[str])
 
 
 def test_every_setting_has_one_row_with_a_meaning() -> None:
-    rows = [row for group in fields(Config) for row in settings(get_type_hints(Config)[group.name], group.name)]
+    rows = [row for prefix, kind in groups() for row in settings(kind, prefix)]
     assert [row.name for row in rows if not row.help] == []
     listed = [row.name.strip("`") for row in rows]
     shared = tuple(name.removesuffix("*") for name in listed if name.endswith("*"))

@@ -17,6 +17,7 @@ import pytest
 
 from megarl.config import Config
 from megarl.config.algorithms import MixConfig
+from megarl.config.schema import TeacherConfig
 from megarl.learn import algorithms
 from megarl.train import parts
 from megarl.train import step as step_module
@@ -35,6 +36,7 @@ ORDER = (
     "ReferenceRefresh",
     "ColdCheck",
     "RewardModelScores",
+    "Teachers",
     "Demonstrations",
     "KeptBatches",
     "AveragedActor",
@@ -72,6 +74,7 @@ def test_a_job_without_further_settings_has_lines_of_the_log_alone() -> None:
         ({"reference.refresh": 2}, "ReferenceRefresh"),
         ({"sync.cold_interval": 4}, "ColdCheck"),
         ({"reward_model.path": "model"}, "RewardModelScores"),
+        ({"teachers": {"math": TeacherConfig("model")}}, "Teachers"),
         ({"algorithm": MixConfig(name="mix")}, "Demonstrations"),
         ({"trainer.keep_batches": True}, "KeptBatches"),
         ({"evaluation.average": 0.9}, "AveragedActor"),

@@ -8,6 +8,7 @@ from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS, Job, Mode
 from megarl.learn.algorithms.cispo import CISPO
+from megarl.learn.algorithms.distill import DISTILL
 from megarl.learn.algorithms.dpo import DPO
 from megarl.learn.algorithms.grpo import GRPO
 from megarl.learn.algorithms.gspo import GSPO
@@ -27,6 +28,7 @@ from megarl.learn.algorithms.user import load, try_out
 
 ALGORITHMS: dict[str, Algorithm] = {
     "cispo": CISPO,
+    "distill": DISTILL,
     "dpo": DPO,
     "grpo": GRPO,
     "gspo": GSPO,

@@ -19,8 +19,10 @@ from megarl.core.schema import GroupStats
 from megarl.learn.algorithms.terms.reduction import Together, Tokens, alone
 from megarl.learn.algorithms.terms.token_parts import repeated
 
-NEEDS = frozenset({"old_logp", "ref_logp", "kl", "advantages", "group", "values", "pairs", "greedy", "expert"})
-ROLES = frozenset({"actor", "critic", "reference", "reward"})
+NEEDS = frozenset(
+    {"old_logp", "ref_logp", "teacher_logp", "kl", "advantages", "group", "values", "pairs", "greedy", "expert"}
+)
+ROLES = frozenset({"actor", "critic", "reference", "reward", "teacher"})
 
 
 @dataclass(frozen=True)
@@ -103,12 +105,16 @@ class StepInput:
     old_logp: torch.Tensor | None = None
     """float32 [T], like ``ref_logp`` and ``values``."""
     ref_logp: torch.Tensor | None = None
+    teacher_logp: torch.Tensor | None = None
+    """Log-probs by each sequence's teacher; 0 for sequences without one."""
     values: torch.Tensor | None = None
     """The critic's value of the state before each position's next token."""
     bootstrap: torch.Tensor | None = None
     """float32 [n], value after the last token of a truncated sequence, 0 for a finished one; None for zeros."""
     greedy: torch.Tensor | None = None
     """float64 [N], reward of the greedy response to each sequence's prompt."""
+    teacher_weights: torch.Tensor | None = None
+    """float64 [N], ``weight`` of each sequence's teacher; 0 for sequences without one."""
     expert: torch.Tensor | None = None
     """bool [N], True for demonstrated rows: they have no reward, and advantages of 0."""
     own: torch.Tensor | None = None
@@ -161,9 +167,10 @@ class Algorithm(Generic[C]):
     roles: frozenset[str]
     """Members of ``ROLES``."""
     needs: frozenset[str]
-    """Members of ``NEEDS``. old_logp, ref_logp, advantages, values; ``kl``: ref_logp if ``kl.coef`` is not 0;
-    ``group``: at least two responses per task, to compare; ``pairs``: rows of a micro-batch are chosen and rejected,
-    alternating; ``greedy``: the reward of each prompt's greedy response; ``expert``: demonstrated rows too."""
+    """Members of ``NEEDS``. old_logp, ref_logp, teacher_logp, advantages, values; ``kl``: ref_logp if ``kl.coef`` is
+    not 0; ``group``: at least two responses per task, to compare; ``pairs``: rows of a micro-batch are chosen and
+    rejected, alternating; ``greedy``: the reward of each prompt's greedy response; ``expert``: demonstrated rows
+    too."""
     advantage: Callable[[float, GroupStats, C], float] | None
     """(reward, statistics of its whole group, settings) -> the advantage of every token of the response."""
     count: Count

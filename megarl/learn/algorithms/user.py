@@ -149,7 +149,9 @@ def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
         return
     zeros = torch.zeros(8)
     inputs: dict[str, Any] = {
-        name: zeros for name in ("old_logp", "ref_logp", "values") if name in algorithm.needs_with(config)
+        name: zeros
+        for name in ("old_logp", "ref_logp", "teacher_logp", "values")
+        if name in algorithm.needs_with(config)
     }
     step = StepInput(
         rewards=torch.tensor([0.0, 1.0], dtype=torch.float64),
@@ -159,6 +161,7 @@ def _try_advantages(algorithm: Algorithm, config: AlgorithmConfig) -> None:
         tokens=torch.tensor([3, 4]),
         bootstrap=torch.zeros(2),
         greedy=torch.zeros(2, dtype=torch.float64) if "greedy" in algorithm.needs else None,
+        teacher_weights=torch.ones(2, dtype=torch.float64) if "teacher_logp" in algorithm.needs else None,
         **inputs,
     )
     whole: list[torch.Tensor] = []
@@ -209,6 +212,7 @@ def _try_share(
         mask=step.mask[place],
         old_logp=own(step.old_logp),
         ref_logp=own(step.ref_logp),
+        teacher_logp=own(step.teacher_logp),
         values=own(step.values),
         bootstrap=own(step.bootstrap, slice(number, number + 1)),
         own=torch.tensor([number]),

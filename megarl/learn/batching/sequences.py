@@ -8,7 +8,7 @@ prompt tokens, R response tokens; L layers with experts, K experts of a token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,8 @@ class Sequences:
     """Log-probs by the engine; for demonstrations by their teacher if the loss reads them, else 0."""
     old_logp: torch.Tensor | None = None
     ref_logp: torch.Tensor | None = None
+    teacher_logp: torch.Tensor | None = None
+    """Log-probs by each sequence's teacher; 0 for sequences without one."""
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
     """bool [n]; True for demonstrations among responses (mix)."""
@@ -96,11 +98,6 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors that are not None."""
-        return sum(value.nbytes for field in fields(self) if (value := getattr(self, field.name)) is not None)
 
     @property
     def cu_seqlens(self) -> torch.Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
+from megarl.config.model_roles import TEACHERS, is_teacher
 from megarl.learn.memory.phases import WITH_ENGINES, Phase, PhasePlan, Place
 
 ENGINE_WEIGHTS, ENGINE_KV_CACHE = "engine.weights", "engine.kv_cache"
@@ -13,13 +14,14 @@ ASKED: Mapping[Phase, str] = {
     Phase.REFRESH: "reference",
     Phase.SCORES: "reward_model",
     Phase.REF_LOGP: "reference",
+    Phase.TEACHERS: TEACHERS,
     Phase.VALUES: "critic",
     Phase.CRITIC: "critic",
     Phase.LOAD: "critic",
 }
 """Phase -> role; a job without the role has no such phase."""
 FIRST_TO_LEAVE = ("reward_model", "reference", "critic", "actor")
-"""Roles in the order of the cost of moving them, cheapest first."""
+"""Roles in the order of the cost of moving them, cheapest first. Teachers come before them."""
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -63,7 +65,7 @@ class Ledger:
     @property
     def of_job(self) -> list[Phase]:
         """Phases of the job: ``phases`` except phases of missing roles."""
-        roles = self._roles()
+        roles = {TEACHERS if is_teacher(role) else role for role in self._roles()}
         return [phase for phase in self.phases if ASKED.get(phase, "actor") in roles]
 
     def __iter__(self) -> Iterator[PhaseBytes]:
@@ -111,7 +113,8 @@ class Ledger:
         Among plans with equally many moves, the first by ``FIRST_TO_LEAVE``. Roles already offloaded stay offloaded.
         """
         roles = self._roles()
-        left = [role for role in FIRST_TO_LEAVE if role in roles and self.plan.away[role] is Place.DEVICE]
+        order = (*sorted(filter(is_teacher, roles)), *FIRST_TO_LEAVE)
+        left = [role for role in order if role in roles and self.plan.away[role] is Place.DEVICE]
         for number in range(len(left) + 1):
             for moved in combinations(left, number):
                 plan = replace(self.plan, away={**self.plan.away, **dict.fromkeys(moved, Place.MEMORY)})
@@ -139,7 +142,7 @@ class Ledger:
         )
 
     def _roles(self) -> set[str]:
-        return {resident.partition(".")[0] for rank in self.ranks for resident in rank}
+        return {resident.rpartition(".")[0] for rank in self.ranks for resident in rank}
 
 
 def human(size: int) -> str:

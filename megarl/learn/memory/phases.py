@@ -1,6 +1,7 @@
 """Phases of a step, and the place of models' memory in each of them: a plan determined by settings alone.
 
-A resident is named ``role.kind``: actor, reference, critic or reward_model; parameters, gradients or optimizer.
+A resident is named ``role.kind``: actor, reference, critic, reward_model or teachers.NAME; parameters,
+gradients or optimizer.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
+from megarl.config.model_roles import is_teacher, sections_of
 from megarl.config.schema import Config, Offload
 
 OFFLOAD = "offload"
@@ -38,6 +40,8 @@ class Phase(StrEnum):
     SCORES = "scores"
     OLD_LOGP = "old_logp"
     REF_LOGP = "ref_logp"
+    TEACHERS = "teachers"
+    """Log-probs of every teacher."""
     VALUES = "values"
     UPDATE = "update"
     SAVE = "save"
@@ -60,6 +64,7 @@ NEEDS: Mapping[Phase, tuple[str, ...]] = {
     Phase.SCORES: ("reward_model.parameters",),
     Phase.OLD_LOGP: ("actor.parameters",),
     Phase.REF_LOGP: ("reference.parameters",),
+    Phase.TEACHERS: (),
     Phase.VALUES: ("critic.parameters",),
     Phase.UPDATE: tuple(f"{role}.{kind}" for role in ("actor", "critic") for kind in TRAINED),
     Phase.SAVE: (
@@ -73,7 +78,7 @@ NEEDS: Mapping[Phase, tuple[str, ...]] = {
     Phase.CRITIC: ("actor.parameters", "reward_model.parameters", *(f"critic.{kind}" for kind in TRAINED)),
     Phase.LOAD: (*(f"critic.{kind}" for kind in TRAINED), "reference.parameters"),
 }
-"""Phase -> residents that it needs on the device."""
+"""Phase -> residents that it needs on the device; TEACHERS needs the parameters of all teachers too."""
 
 
 def offload_setting(role: str) -> str:
@@ -94,21 +99,18 @@ class PhasePlan:
     @classmethod
     def of(cls, config: Config) -> Self:
         """Make the plan of the settings ``<role>.offload``."""
-        settings: dict[str, Offload] = {
-            "actor": config.trainer.offload,
-            "critic": config.critic.offload,
-            "reference": config.reference.offload,
-            "reward_model": config.reward_model.offload,
-        }
+        settings: dict[str, Offload] = {"actor": config.trainer.offload}
+        settings |= {role: section.offload for role, section in sections_of(config).items()}
         away = {role: Place.DEVICE if place == "none" else Place(place) for role, place in settings.items()}
         return cls(away, isinstance(config.reference.refresh, int), config.model.lora.is_used)
 
     def place(self, phase: Phase, resident: str) -> Place:
         """Return the place of a resident in a phase."""
-        role, _, kind = resident.partition(".")
+        role, _, kind = resident.rpartition(".")
         unsaved = role == "reference" and phase in (Phase.SAVE, Phase.LOAD) and not self.saves_reference
         lends = self.adapted and phase is Phase.REF_LOGP and resident == "actor.parameters"
-        if (resident in NEEDS[phase] and not unsaved) or lends:
+        teaches = phase is Phase.TEACHERS and is_teacher(role)
+        if (resident in NEEDS[phase] and not unsaved) or lends or teaches:
             return Place.DEVICE
         place = self.away.get(role, Place.DEVICE)  # roles added by a part of the job have no entry
         return Place.ABSENT if place is not Place.DEVICE and kind == "gradients" else place

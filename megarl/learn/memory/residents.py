@@ -32,7 +32,7 @@ class Resident:
     """All storages of one kind of one model.
 
     Args:
-        role: Role of the model: actor, reference, critic, reward_model.
+        role: Role of the model: actor, reference, critic, reward_model, teachers.NAME.
         tensors: Returns the tensors whose storages it owns. Called on each move: an optimizer creates moments late.
     """
 

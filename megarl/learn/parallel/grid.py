@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
+from megarl.config.model_roles import ROLES, RoleConfig, sections_of, teacher_role, with_sections
 from megarl.config.schema import Config, GridSizes, ParallelConfig
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures import ModelSizes
@@ -18,10 +19,6 @@ if TYPE_CHECKING:
 def megatron_grid(parallel: ParallelConfig) -> MegatronGrid:
     """Convert settings for ``reshard.layouts``; there is no other conversion."""
     return MegatronGrid(**{field.name: getattr(parallel, field.name) for field in fields(GridSizes)})
-
-
-ROLES = ("reference", "critic", "reward_model")
-"""Sections of the settings whose models may have a separate grid."""
 
 
 def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, setting: str = "parallel") -> None:
@@ -43,7 +40,8 @@ def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
         "critic": "critic" in algorithm.roles,
         "reward_model": config.reward_model.path is not None and not algorithm.offline,
     }
-    return [role for role, is_there in there.items() if is_there]
+    teachers = map(teacher_role, config.teachers) if "teacher_logp" in algorithm.needs else ()
+    return [*(role for role, is_there in there.items() if is_there), *teachers]
 
 
 def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, ParallelConfig]:
@@ -51,8 +49,9 @@ def role_grids(config: Config, roles: Sequence[str] = ROLES) -> dict[str, Parall
 
     ``roles``: the job's models other than the actor.
     """
+    sections = sections_of(config)
     return {"parallel": config.parallel} | {
-        f"{role}.parallel": getattr(config, role).parallel or config.parallel for role in roles
+        f"{role}.parallel": sections[role].parallel or config.parallel for role in roles
     }
 
 
@@ -83,15 +82,14 @@ def with_dp(config: Config, dp: int) -> Config | None:
     """Return the job with another ``dp``, and equally many ranks in every role's grid; None if a role's sizes do not
     divide them."""
     ranks = config.parallel.world_size // config.parallel.dp * dp
-    found = replace(config, parallel=replace(config.parallel, dp=dp))
-    for role in ROLES:
-        section = getattr(config, role)
+    smaller: dict[str, RoleConfig] = {}
+    for role, section in sections_of(config).items():
         if (grid := section.parallel) is not None:
             theirs = grid.world_size // grid.dp
             if ranks % theirs:
                 return None
-            found = replace(found, **{role: replace(section, parallel=replace(grid, dp=ranks // theirs))})
-    return found
+            smaller[role] = replace(section, parallel=replace(grid, dp=ranks // theirs))
+    return with_sections(replace(config, parallel=replace(config.parallel, dp=dp)), smaller)
 
 
 def _check_overlap(parallel: ParallelConfig, config: Config, setting: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
+from megarl.config.model_roles import path_of
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
@@ -37,8 +38,7 @@ def ledger_of(config: Config, algorithm: Algorithm, hf_config: Mapping[str, Any]
     """
     hf_configs = {"actor": hf_config}
     for role in roles_of(config, algorithm):
-        path = getattr(getattr(config, role), "path", None)
-        if path is not None:
+        if (path := path_of(config, role)) is not None:
             hf_configs[role] = read_hf_config(ScoreFiles.of(Path(path)).base)
     ranks = resident_bytes(config, algorithm, hf_configs)
     engines = algorithms.job_of(config).rollouts

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.config.algorithms import reads_teacher
+from megarl.config.model_roles import path_of, sections_of
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.processes.collector import uncollected
 from megarl.core.schema import Task
@@ -24,6 +25,7 @@ from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.filters import Selected, selected, usable
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
+from megarl.run.checks.models.distillation import check_taught
 from megarl.run.checks.models.expert_rows import check_teacher
 from megarl.run.checks.models.grids import check_model
 from megarl.run.checks.models.lora import check_adapters, check_tower_overlap
@@ -155,6 +157,8 @@ def _check_inputs(
     others = {split: found for split, found in rows.items() if split not in tasks}
     trained = others | ({"train": tasks["train"].tasks} if tasks else {})
     check_patches(config, trained, processor, pairs="pairs" in algorithm.needs)
+    if tasks:
+        check_taught(config, tasks["train"].tasks)
     if "expert" in rows and reads_teacher(config.algorithm):
         check_teacher(config, read_experts(config), tokenizer)
     check_count(config, tasks["train"].tasks if tasks else rows["train"])
@@ -242,7 +246,7 @@ def _check_models(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 def _model_paths(config: Config) -> dict[str, Path]:
     """Return setting -> the HF checkpoint that it names, or the base model of the adapter that it names."""
-    roles = {"critic": config.critic.path, "reward_model": config.reward_model.path}
+    roles = {role: path_of(config, role) for role in sections_of(config)}
     bases = {f"{role}.path": role_files(role, Path(path)).base for role, path in roles.items() if path is not None}
     return {"model.path": Path(config.model.path), **bases}
 

@@ -14,11 +14,12 @@ from typing import Any, Literal
 
 from megarl.config import Config
 from megarl.config.lora import LoraConfig
+from megarl.config.model_roles import sections_of
 from megarl.engines.client.names import EIGHT_BIT_BLOCK, EIGHT_BITS
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.memory.resident_bytes import ITEM_BYTES, model_bytes
 from megarl.learn.parallel.grid import role_grids, roles_of
-from megarl.learn.training.role_adapters import role_lora, shares_base
+from megarl.learn.training.role_adapters import SCORING, role_lora, shares_base
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.reshard.layout import LayoutRow
 from megarl.weights.reshard.layouts import vllm_layout
@@ -49,9 +50,9 @@ def resident_bytes(
     grids = role_grids(config, roles)
     ranks: list[dict[str, int]] = [{} for _ in range(config.parallel.world_size)]
     for role in ("actor", *roles):
-        scores = "reward" in algorithm.roles if role == "actor" else role != "reference"
+        scores = "reward" in algorithm.roles if role == "actor" else role in SCORING
         head: Head = "score" if scores else "lm"
-        dtype = (None if role == "actor" else getattr(config, role).dtype) or config.model.dtype
+        dtype = (None if role == "actor" else sections_of(config)[role].dtype) or config.model.dtype
         setting = "parallel" if role == "actor" else f"{role}.parallel"
         found = model_bytes(
             hf_configs.get(role, hf_configs["actor"]),

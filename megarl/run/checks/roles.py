@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from megarl.buffer.store import sqlite_file
 from megarl.buffer.store.database import is_pending
 from megarl.config import Config, hub
 from megarl.config.lengths import context_tokens
+from megarl.config.model_roles import is_teacher, path_of, sections_of
 from megarl.config.schema import CriticConfig, RewardModelConfig
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.learn.algorithms import Algorithm
@@ -19,10 +21,12 @@ from megarl.learn.algorithms.terms import kl
 from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
 from megarl.run.checks.models.dispatcher import check_dispatcher
+from megarl.run.checks.models.distillation import check_teacher_settings
 from megarl.run.checks.models.lora import check_adapters
 from megarl.weights.architectures import Head, architecture
-from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+from megarl.weights.checkpoint.formats.hf_source import check_hf, open_hf, read_hf_config
 from megarl.weights.checkpoint.formats.score_files import ScoreFiles
+from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import megatron_layout
 
 log = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
     Raises:
         ConfigError: names setting, value and fix.
     """
+    check_teacher_settings(config, algorithm)
     check_roles(config, roles_of(config, algorithm))
     name, refresh, kl_config = algorithm.name, config.reference.refresh, config.algorithm.kl
     if refresh != "never" and not algorithm.has_reference(config.algorithm):
@@ -109,13 +114,11 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
     Raises:
         ConfigError, ArchitectureError, CheckpointError: names the role's setting.
     """
-    models: dict[str, tuple[str | None, Head]] = {
-        "reference": (None, "lm"),
-        "critic": (config.critic.path, "score"),
-        "reward_model": (config.reward_model.path, "score"),
-    }
     roles = roles_of(config, algorithm)
-    wanted = {f"{role}.parallel": models[role] for role in roles}
+    wanted: dict[str, tuple[str | None, Head]] = {
+        f"{role}.parallel": (path_of(config, role), "lm" if role == "reference" or is_teacher(role) else "score")
+        for role in roles
+    }
     if "reward" in algorithm.roles:
         wanted["parallel"] = (None, "score")  # the model in training: the actor with a score head
     grids = role_grids(config, roles)
@@ -128,7 +131,7 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         if role == "critic" and (files is None or files.adapter is None):  # otherwise the files decide the adapters
             check_adapters(config.model.lora, found, path or config.model.path, head)
         if role in roles:
-            model = replace(config.model, dtype=getattr(config, role).dtype or config.model.dtype)
+            model = replace(config.model, dtype=sections_of(config)[role].dtype or config.model.dtype)
             check_dispatcher(model, grid, found, role)
         layout = megatron_layout(
             found, megatron_grid(grid), transformer_impl=config.model.transformer_impl, head=head, setting=setting
@@ -142,12 +145,29 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
                 "merge the adapter (megarl convert merge-adapter)"
             )
         _check_vocabulary(role, files.base, found["vocab_size"], Path(config.model.path), hf_config["vocab_size"])
+        if head == "lm":
+            _check_language_model(role, files, layout, found)
+            continue
         try:
             files.check(layout, found)
         except CheckpointError as error:
             if files.adapter is None:
                 raise
             raise CheckpointError(f"{role}.path={files.adapter}: {error}") from error
+
+
+def _check_language_model(role: str, files: ScoreFiles, layout: Layout, hf_config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless a teacher's files are those of a whole language model."""
+    if files.adapter is not None:
+        raise CheckpointError(
+            f"{role}.path={files.adapter} is an adapter; merge it into its model (megarl convert merge-adapter)"
+        )
+    try:
+        with closing(open_hf(files.base)) as source:
+            check_hf(source, layout, hf_config)
+    except CheckpointError as error:
+        text = str(error).replace("set model.path to", f"set {role}.path to")  # the actor's is the usual setting there
+        raise CheckpointError(f"{role}.path={files.base}: {text}") from error
 
 
 def role_files(role: str, path: Path) -> ScoreFiles:

@@ -132,6 +132,7 @@ def config_of_bench(config: Config, folder: Path) -> Config:
         reference=ReferenceConfig(),
         critic=CriticConfig(),
         reward_model=RewardModelConfig(),
+        teachers={},
         trainer=trainer,
         rollout=replace(config.rollout, placement="separate"),
         taskset=replace(config.taskset, date=day),

@@ -10,10 +10,11 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from megarl.config import Config
+from megarl.config.model_roles import sections_of
 from megarl.core.errors import ArchitectureError, ConfigError, JobError, PlanError
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
-from megarl.learn.parallel.grid import ROLES, with_dp
+from megarl.learn.parallel.grid import with_dp
 from megarl.run.nodes.advice import check_idle, with_advice
 from megarl.run.nodes.plan import (
     NodeInfo,
@@ -123,7 +124,7 @@ def reductions(old: Config, new: Config) -> list[Change]:
 
 
 def _sizes(config: Config) -> dict[str, int]:
-    grids = {f"{role}.parallel.dp": getattr(config, role).parallel for role in ROLES}
+    grids = {f"{role}.parallel.dp": section.parallel for role, section in sections_of(config).items()}
     found = {"parallel.dp": config.parallel.dp, "rollout.replicas": config.rollout.replicas}
     return found | {name: grid.dp for name, grid in grids.items() if grid is not None}
 

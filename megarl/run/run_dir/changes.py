@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +37,8 @@ FREE = (
     "reference.parallel",
     "critic.parallel",
     "reward_model.parallel",
+    "teachers.*.parallel",
+    "teachers.*.offload",
     "reference.offload",
     "critic.offload",
     "reward_model.offload",
@@ -113,7 +116,12 @@ class Change(NamedTuple):
             return not {None, JUDGE_IS_ROLLOUT}.isdisjoint(
                 (self.old, self.new)
             )  # otherwise the same judge at another address
-        return not is_in(self.setting, FREE)
+        return not is_in(of_any_teacher(self.setting), FREE)
+
+
+def of_any_teacher(setting: str) -> str:
+    """Return the name of a setting with ``*`` in the place of a teacher's name."""
+    return re.sub(r"^teachers\.[^.]+", "teachers.*", setting)
 
 
 def changes(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> Iterator[Change]:

@@ -11,13 +11,21 @@ from pathlib import Path
 from megarl.buffer.store import Store, sqlite_file
 from megarl.buffer.store.database import is_pending, shown
 from megarl.config import Config, load_resolved
+from megarl.config.model_roles import ROLES
 from megarl.core.durable import exists, write_text
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Task
 from megarl.explore.bench.answers import RESULT
 from megarl.learn import algorithms
-from megarl.learn.parallel.grid import ROLES
-from megarl.run.run_dir.changes import Change, changes_since_last_start, described, has_checkpoints, is_in, listed
+from megarl.run.run_dir.changes import (
+    Change,
+    changes_since_last_start,
+    described,
+    has_checkpoints,
+    is_in,
+    listed,
+    of_any_teacher,
+)
 from megarl.run.run_dir.owner import run_id
 from megarl.run.run_dir.rows import place
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER
@@ -38,7 +46,7 @@ from megarl.weights.checkpoint.training.manifest import (
 
 log = logging.getLogger(__name__)
 
-SIZES = ("parallel.dp", "rollout.replicas", *(f"{role}.parallel.dp" for role in ROLES))
+SIZES = ("parallel.dp", "rollout.replicas", *(f"{role}.parallel.dp" for role in (*ROLES, "teachers.*")))
 """Settings that an attempt on fewer nodes may reduce (``run/nodes/fit.py``)."""
 FIXED = ("model", "taskset")
 """Groups of settings that a run must keep; see also ``_needs_another_past``."""
@@ -88,7 +96,7 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
     if fixed:
         lost = "" if has_trained else " (it has trained no step, so nothing is lost)"
         raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {fix}{lost}")
-    if any(change.setting not in SIZES for change in changed) and is_finished(config, run_dir):
+    if any(of_any_teacher(change.setting) not in SIZES for change in changed) and is_finished(config, run_dir):
         raise ConfigError(
             f"run.dir={run_dir} holds a finished run with other settings: {described(changed)}; {fix} "
             "(or raise trainer.steps to train that run further)"

@@ -39,6 +39,8 @@ class StepPlan:
     outside: list[list[int]]
     overlong: set[int]
     """Fields as in ``StepBatch``; ``overlong``: indices from ``overlong()``."""
+    teachers: Sequence[str | None] = ()
+    """[N], name of each sequence's teacher; () if the job has none."""
 
 
 @dataclass
@@ -66,6 +68,11 @@ class StepBatch:
     """Sampled tokens in the loss of an update, and their trajectories."""
     excluded: dict[str, Amount] = field(default_factory=dict)
     """Reason -> samples in no update. Tokens excluded from a trained trajectory count without a trajectory."""
+
+    @property
+    def teachers(self) -> list[str | None]:
+        """[N], name of each sequence's teacher; None for sequences without one."""
+        return [row.teacher for row in self.rows] + [None] * (len(self.sequences.step_lengths) - len(self.rows))
 
     def kept(self, mask: torch.Tensor) -> Tokens:
         """Return the tokens of ``mask`` (bool [T]), for reductions over the whole step."""
@@ -125,7 +132,8 @@ def make_batch(
         shown = updates_of([[i] for i in range(len(rows), len(samples.lengths))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, shown, strict=True)]
     outside = [[i] for i, number in enumerate(tokens) if i not in paired and number]
-    share = share_of(StepPlan(samples.lengths, samples.patches, updates, outside, filtered))
+    teachers = [row.teacher for row in rows] + [None] * len(demonstrations)
+    share = share_of(StepPlan(samples.lengths, samples.patches, updates, outside, filtered, teachers))
     sequences = on_all_ranks(lambda: samples.sequences(share))
     reasons = [fact.finish_reason for fact in facts]
     own = turn_advantages(trajectories, sequences, algorithm, settings) if settings.turn_rewards else None

@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megarl.config import Config
+from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Trajectory, name_of
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.batching import StepShare, dealt, of_demonstrations, score_positions
+from megarl.learn.batching import Sequences, StepShare, dealt, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.memory.phases import Phase
 from megarl.learn.training.model import Model, WithoutAdapters
@@ -64,6 +65,30 @@ class Inference:
             self.enter(_PHASES[name])
             outputs = model.outputs(sequences, [model.micro_batches(sequences, units) for units in lists])
             setattr(sequences, name, outputs)
+        if "teacher_logp" in self._algorithm.needs:
+            sequences.teacher_logp = self._teacher_logp(batch)
+
+    def _teacher_logp(self, batch: StepBatch) -> torch.Tensor:
+        """Return float32 [T]: log-probs by the teacher of each held sequence, 0 elsewhere."""
+        sequences = batch.sequences
+        found = torch.zeros(len(sequences.tokens))
+        self.enter(Phase.TEACHERS)
+        for name, model, units in self._taught(batch.updates, batch.teachers):
+            on_all_ranks(lambda name=name, model=model: check_ids(sequences, self._config, name, model))  # type: ignore[misc]
+            # Every sequence has one teacher at most, so the sum is exact.
+            found += model.outputs(sequences, [model.micro_batches(sequences, units)])
+        return found
+
+    def _taught(
+        self, updates: list[list[list[int]]], teachers: Sequence[str | None]
+    ) -> Iterator[tuple[str, Model, list[list[int]]]]:
+        """Yield (name, model, units) of each teacher that has sequences in the step."""
+        if "teacher_logp" not in self._algorithm.needs:
+            return
+        numbers = sorted({number for units in updates for unit in units for number in unit})
+        for name, model in self.models.teachers.items():
+            if units := [[number] for number in numbers if teachers[number] == name]:
+                yield name, model, units
 
     def _inferred(
         self, updates: list[list[list[int]]], outside: list[list[int]], truncated: set[int]
@@ -94,10 +119,26 @@ class Inference:
         taken: list[tuple[Model | WithoutAdapters, list[list[int]]]] = [
             (m, units) for _, m, lists in inferred for units in lists
         ]
+        taken += [(model, units) for _, model, units in self._taught(plan.updates, plan.teachers)]
         for trained in (self.models.actor, self.models.critic):
             if trained is not None:
                 taken += [(trained.model, units) for units in plan.updates]
         return share_of(plan.lengths, plan.patches, taken)
+
+
+def check_ids(sequences: Sequences, config: Config, name: str, teacher: Model) -> None:
+    """Check that a teacher has an embedding for every token of the sequences. Raises NonRetryableError.
+
+    Before the start it was compared with the actor's tokenizer, and the actor's vocabulary may be larger than that.
+    """
+    assert teacher.head is not None, "a teacher is a language model"
+    largest, size = int(sequences.tokens.max()) if len(sequences.tokens) else 0, teacher.head.vocab_size
+    if largest >= size:
+        raise NonRetryableError(
+            f"the actor has sampled token {largest}, which its tokenizer does not have, and "
+            f"teachers.{name}.path={config.teachers[name].path} has vocab_size={size}; take a teacher whose vocab_size "
+            "is the actor's, or warm the actor up so that it does not sample such tokens"
+        )
 
 
 def model_scores(model: Model, trajectories: list[Trajectory], images: StepImages | None = None) -> list[float]:

@@ -1,4 +1,5 @@
-"""The models of a trainer rank: the actor, and optionally reference, critic and reward model.
+"""The models of a trainer rank: the actor, and optionally reference, critic, reward model and
+teachers.
 
 All share the job's ranks, each on its grid (``<role>.parallel``; by default the actor's).
 
@@ -20,7 +21,8 @@ import torch
 
 from megarl.config import Config
 from megarl.config.lora import LoraConfig
-from megarl.config.schema import CriticConfig, ModelConfig, ParallelConfig, ReferenceConfig, RewardModelConfig
+from megarl.config.model_roles import path_of, sections_of, teacher_role
+from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
@@ -45,7 +47,6 @@ from megarl.weights.reshard.plan import build_plan
 
 REFERENCE = "reference"
 """Folder in the run directory for the model after the warm start, as an HF checkpoint."""
-RoleConfig = ReferenceConfig | CriticConfig | RewardModelConfig
 
 
 class ActorKind(NamedTuple):
@@ -58,7 +59,7 @@ class ActorKind(NamedTuple):
 
 
 class Models:
-    """Actor, reference, critic and reward model; a model that algorithm and settings do not need is None.
+    """Actor, reference, critic, reward model and teachers; a model that algorithm and settings do not need is None.
 
     Call ``make_actor`` first, and ``build`` after the warm start and after each rollback.
     """
@@ -79,6 +80,8 @@ class Models:
         """For an actor with adapters: the actor without them."""
         self.critic: TrainedModel | None = None
         self.reward_model: Model | None = None
+        self.teachers: dict[str, Model] = {}
+        """Name -> teacher; empty if the algorithm needs no teacher."""
         self.more: dict[str, Model] = {}
         """Role -> model added by a part of the job. Their memory stays on the device."""
         self._grids: dict[ParallelConfig, process_groups.Grid] = {}
@@ -179,10 +182,10 @@ class Models:
             if self.actor.model.adapters is not None:
                 self.reference = WithoutAdapters(self.actor.model)
             elif self.reference is None:
-                parallel, grid = self._grid(config.reference)
+                parallel, grid = self._grid("reference")
                 micro_batching = micro_batching_for(parallel, config.trainer)
                 self.reference = Model(
-                    self.hf_config, self._settings(config.reference), parallel, self.head, micro_batching, grid
+                    self.hf_config, self._settings("reference"), parallel, self.head, micro_batching, grid
                 )
             if isinstance(self.reference, Model) and step and config.reference.refresh == "never":
                 self.reference.load_hf(own_reference)
@@ -191,6 +194,9 @@ class Models:
         if config.reward_model.path is not None and self.reward_model is None:
             enter(Phase.SCORES)
             self.reward_model = self._reward_model(Path(config.reward_model.path))
+        if "teacher_logp" in self._algorithm.needs and not self.teachers:
+            enter(Phase.TEACHERS)
+            self.teachers = {name: self._teacher(teacher_role(name)) for name in config.teachers}
         if "critic" in self._algorithm.roles and (self.critic is None or not step):
             self.critic = None  # free its memory before the next one is built
             gc.collect()
@@ -221,9 +227,8 @@ class Models:
             self.more[role].copy_from(self.actor.model, bucket_bytes=self.config.sync.bucket_bytes)
 
     def _reward_model(self, path: Path) -> Model:
-        role = self.config.reward_model
-        parallel, grid = self._grid(role)
-        settings, micro_batching = self._settings(role), micro_batching_for(parallel, self.config.trainer)
+        parallel, grid = self._grid("reward_model")
+        settings, micro_batching = self._settings("reward_model"), micro_batching_for(parallel, self.config.trainer)
         files = ScoreFiles.of(path)
         model = Model(hf.read_hf_config(files.base), settings, parallel, None, micro_batching, grid)
         _load_scores(model, files)
@@ -231,12 +236,23 @@ class Models:
             share_base(self.actor.model.chunks, model.chunks)
         return model
 
+    def _teacher(self, role: str) -> Model:
+        path = path_of(self.config, role)
+        assert path is not None, "checked before any process starts"
+        hf_config = hf.read_hf_config(Path(path))
+        parallel, grid = self._grid(role)
+        settings, micro_batching = self._settings(role), micro_batching_for(parallel, self.config.trainer)
+        head = replace(self.head, vocab_size=int(hf_config["vocab_size"]))
+        model = Model(hf_config, settings, parallel, head, micro_batching, grid)
+        model.load_hf(Path(path))
+        return model
+
     def _critic(self) -> TrainedModel:
         config, role = self.config, self.config.critic
         files = None if role.path is None else ScoreFiles.of(Path(role.path))
         hf_config = self.hf_config if files is None else hf.read_hf_config(files.base)
-        parallel, grid = self._grid(role)
-        settings, micro_batching = self._settings(role), micro_batching_for(parallel, config.trainer)
+        parallel, grid = self._grid("critic")
+        settings, micro_batching = self._settings("critic"), micro_batching_for(parallel, config.trainer)
         critic = TrainedModel(hf_config, settings, parallel, None, micro_batching, role.optimizer, grid)
         same = (
             self.reward_model is not None
@@ -268,14 +284,9 @@ class Models:
         return (
             {"actor": self.actor.model}
             | {role: model for role, model in roles.items() if model is not None}
+            | {teacher_role(name): model for name, model in self.teachers.items()}
             | self.more
         )
-
-    def refresh_due(self, step: int) -> bool:
-        """True if ``reference.refresh`` asks for a new reference at the start of a step."""
-        refresh = self.config.reference.refresh
-        due = refresh == "every_iteration" or (isinstance(refresh, int) and step % refresh == 0)
-        return due and self.reference is not None
 
     def refresh_reference(self) -> None:
         """Copy the actor's current weights to the reference, verified. Do nothing without a reference."""
@@ -324,23 +335,19 @@ class Models:
         with writing(target):
             adapters.save(target, tensors, str(self._base))
 
-    def _settings(self, role: RoleConfig) -> ModelConfig:
-        """Return the settings of a role's model."""
-        model = self.config.model
-        names = {ReferenceConfig: "reference", CriticConfig: "critic", RewardModelConfig: "reward_model"}
-        lora = role_lora(self.config, names[type(role)])
-        return replace(model, dtype=role.dtype or model.dtype, lora=lora)
+    def _settings(self, role: str) -> ModelConfig:
+        """Settings of a role's model."""
+        model, section = self.config.model, sections_of(self.config)[role]
+        return replace(model, dtype=section.dtype or model.dtype, lora=role_lora(self.config, role))
 
-    def _grid(self, role: RoleConfig) -> tuple[ParallelConfig, Grid]:
-        own = self.config.parallel
-        if role.parallel is None or role.parallel == own:
+    def _grid(self, role: str) -> tuple[ParallelConfig, Grid]:
+        own, parallel = self.config.parallel, sections_of(self.config)[role].parallel
+        if parallel is None or parallel == own:
             return own, nullcontext
-        if role.parallel not in self._grids:
+        if parallel not in self._grids:
             timeout_s = process_groups.collective_timeout_s(self.config.cluster.stall_s)
-            self._grids[role.parallel] = process_groups.Grid(
-                role.parallel, seed=self.config.trainer.seed, timeout_s=timeout_s
-            )
-        return role.parallel, self._grids[role.parallel].active
+            self._grids[parallel] = process_groups.Grid(parallel, seed=self.config.trainer.seed, timeout_s=timeout_s)
+        return parallel, self._grids[parallel].active
 
 
 def _load_scores(model: Model, files: ScoreFiles) -> None:

@@ -20,6 +20,7 @@ from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
 from megarl.train.parts.scores import RewardModelScores
+from megarl.train.parts.teachers import Teachers
 from megarl.train.rollout.group_part import made
 
 PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
@@ -28,6 +29,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.reference.refresh != "never", ReferenceRefresh),
     (lambda c: c.sync.cold_interval is not None, ColdCheck),
     (lambda c: c.reward_model.path is not None, RewardModelScores),
+    (lambda c: bool(c.teachers), Teachers),
     (draws_experts, Demonstrations),
     (lambda c: c.trainer.keep_batches, KeptBatches),
     (lambda c: c.evaluation.average is not None, AveragedActor),

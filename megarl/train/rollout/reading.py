@@ -204,6 +204,18 @@ class RolloutReader:
         assert found is not None, "nothing here looks at the stop request"
         return {digest: file for part in found for digest, file in part.items()}
 
+    def data_sources(self, trajectories: Iterable[Trajectory]) -> dict[str, str]:
+        """Task id -> ``data_source`` of the tasks of trajectories."""
+        tasks = sorted({trajectory.task_id for trajectory in trajectories})
+
+        def parts() -> Iterator[dict[str, str]]:
+            found = self._store.selection.tasks_named(tasks)
+            yield {task_id: task.data_source for task_id, task in found.items()}
+
+        found = self._reader.read(parts)
+        assert found is not None, "nothing here looks at the stop request"
+        return {task_id: source for part in found for task_id, source in part.items()}
+
     def metrics(self, rollouts: Callable[[], Sequence[str]]) -> dict[str, float]:
         """Return the sums of the explorers' metrics over rollouts. Only readers call ``rollouts``."""
         found = self._reader.read(lambda: [self._store.rollouts.metrics(rollout_id) for rollout_id in rollouts()])

@@ -16,6 +16,7 @@ from megarl.buffer.experience.groups import group_stats
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
+from megarl.config.schema import TeacherConfig
 from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.schema import GroupStats, Trajectory, WeightsVersion
 from megarl.learn.algorithms import Algorithm, StepInput
@@ -81,7 +82,9 @@ class Learner:
         sequences, config = batch.sequences, self.settings(state)
         metrics: dict[str, float] = {}
         if "advantages" in self.algorithm.needs:
-            result = self.algorithm.step_advantages(step_input(batch, self.algorithm, config), config)
+            result = self.algorithm.step_advantages(
+                step_input(batch, self.algorithm, config, self.config.teachers), config
+            )
             sequences.advantages, sequences.returns = result.advantages, result.returns
             if batch.turn_advantages is not None:
                 own = batch.turn_advantages.to(result.advantages.dtype).masked_fill_(~sequences.mask, 0.0)
@@ -174,14 +177,19 @@ def kl_coef(state: TrainState, config: KLConfig) -> float:
     return config.coef if config.target is None or state.kl_coef is None else state.kl_coef
 
 
-def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) -> StepInput:
+def step_input(
+    batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig, teachers: Mapping[str, TeacherConfig] = {}
+) -> StepInput:
     """Make the input of an algorithm's advantages; demonstrations have no reward. Every rank calls it."""
     sequences, rows = batch.sequences, batch.rows
     tokens = sequences.together(counts(sequences.mask, sequences.lengths))
     more = len(tokens) - len(rows)
     rewards = [row.reward.score for row in rows] + [0.0] * more
     stats = [row.group_stats or group_stats([row.reward.score]) for row in rows] + [NO_GROUP] * more
-    greedy, bootstrap = None, None
+    greedy, bootstrap, weights = None, None, None
+    if sequences.teacher_logp is not None:
+        found = [0.0 if name is None else teachers[name].weight for name in batch.teachers]
+        weights = torch.tensor(found, dtype=torch.float64)
     if "greedy" in algorithm.needs:
         scores = [row.greedy.reward.score for row in rows if row.greedy is not None] + [0.0] * more
         greedy = torch.tensor(scores, dtype=torch.float64)
@@ -197,9 +205,11 @@ def step_input(batch: StepBatch, algorithm: Algorithm, config: AlgorithmConfig) 
         tokens=tokens,
         old_logp=sequences.old_logp,
         ref_logp=sequences.ref_logp,
+        teacher_logp=sequences.teacher_logp,
         values=sequences.values,
         bootstrap=bootstrap,
         greedy=greedy,
+        teacher_weights=weights,
         expert=torch.arange(len(tokens)) >= len(rows) if more else None,
         own=None if sequences.share is None else sequences.share.numbers,
         together=sequences.together,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.config.lengths import prompt_tokens
+from megarl.config.model_roles import path_of
 from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
@@ -134,15 +135,14 @@ def check_environment(config: Config) -> None:
 
 
 def _check_roles(config: Config, hf_config: Mapping[str, Any], seen: str) -> None:
-    """Raise ConfigError if a critic or reward model does not take images from the actor's processor.
+    """Raise ConfigError if a role's model does not take images from the actor's processor.
 
     Args:
         hf_config: The actor's config.json.
         seen: Row with images, for messages.
     """
-    paths = {"critic": config.critic.path, "reward_model": config.reward_model.path}
     for role in roles_of(config, algorithms.get(config.algorithm.name)):
-        if (path := paths.get(role)) is None:
+        if (path := path_of(config, role)) is None:
             continue
         base = role_files(role, Path(path)).base
         found = role_config(role, base)

@@ -1,0 +1,68 @@
+"""Teachers of on-policy distillation against the algorithm, each other and the tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megarl.config import Config
+from megarl.config.algorithms import AlgorithmConfig, DistillConfig
+from megarl.config.model_roles import teacher_of
+from megarl.core.errors import ConfigError, DataError
+from megarl.core.schema import Task
+from megarl.learn.algorithms import Algorithm
+from megarl.run.run_dir.rows import place
+
+
+def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError unless the algorithm needs the teachers, and each data source has at most one."""
+    teachers, needed = config.teachers, "teacher_logp" in algorithm.needs
+    if teachers and not needed:
+        raise ConfigError(
+            f"teachers.{next(iter(teachers))} with algorithm.name={config.algorithm.name}, which learns from no "
+            "teacher; set algorithm=distill, or leave teachers out"
+        )
+    if needed and not teachers:
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name} learns from a teacher and teachers is empty; set "
+            "teachers.NAME.path to the HF checkpoint of a language model"
+        )
+    owner: dict[str | None, str] = {}
+    for name, teacher in teachers.items():
+        sources: list[str | None] = [*teacher.sources] or [None]
+        for source in sources:
+            if source == "":
+                raise ConfigError(f"teachers.{name}.sources has an empty text; give names of data sources, or []")
+            other = owner.setdefault(source, name)
+            if other == name:
+                continue
+            if source is None:
+                raise ConfigError(
+                    f"teachers.{other} and teachers.{name} both have no sources, and a task has one teacher; set "
+                    f"teachers.{name}.sources to the data sources of its tasks"
+                )
+            raise ConfigError(
+                f"teachers.{other}.sources and teachers.{name}.sources both have {source!r}, and a task has one "
+                "teacher; leave it in one of them"
+            )
+
+
+def check_taught(config: Config, tasks: Sequence[Task]) -> None:
+    """Check that every task to train on has something to learn from. Raises DataError naming the first that has not."""
+    if not config.teachers or _learns_from_rewards(config.algorithm):
+        return
+    known: set[str] = set()
+    for task in tasks:
+        if task.data_source in known:
+            continue
+        if teacher_of(config.teachers, task.data_source) is None:
+            raise DataError(
+                f"{place(config, 'train', task)} has data_source {task.data_source!r}, which no teacher has among its "
+                f"sources; add it to teachers.{next(iter(config.teachers))}.sources (prefixes end in /), give one "
+                "teacher no sources, or set algorithm.reward_coef above 0 to learn from its reward alone"
+            )
+        known.add(task.data_source)
+
+
+def _learns_from_rewards(settings: AlgorithmConfig) -> bool:
+    """Return True if a task without a teacher has an advantage. A user's algorithm may give it one."""
+    return not isinstance(settings, DistillConfig) or settings.name.endswith(".py") or settings.reward_coef > 0

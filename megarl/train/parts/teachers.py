@@ -1,0 +1,52 @@
+"""Teachers of a step's trajectories (``teachers.NAME``): which one each has, and how far the actor is from it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from megarl.config import Config
+from megarl.config.model_roles import teacher_of
+from megarl.core.schema import TEACHER
+from megarl.learn.algorithms.terms.reduction import Tokens
+from megarl.learn.algorithms.terms.token_parts import repeated
+from megarl.train.batch.batch import StepBatch
+from megarl.train.part import Metrics, Part, StepData
+from megarl.train.rank.state import TrainState
+from megarl.train.rollout.reading import RolloutReader
+
+
+class Teachers(Part):
+    """Chooses the teacher of each trajectory by its task's data source; measures the KL of the actor to it."""
+
+    def __init__(self, config: Config, reader: RolloutReader) -> None:
+        self._teachers, self._reader = config.teachers, reader
+        self._measured: Metrics = {}
+
+    def before_batch(self, state: TrainState, data: StepData) -> None:
+        sources = self._reader.data_sources(data.trajectories)
+        data.trajectories = [
+            replace(each, metadata={**each.metadata, TEACHER: teacher_of(self._teachers, sources[each.task_id])})
+            for each in data.trajectories
+        ]
+
+    def before_update(self, state: TrainState, batch: StepBatch) -> None:
+        sequences = batch.sequences
+        if sequences.old_logp is None or sequences.teacher_logp is None:
+            return  # an algorithm of the user's that needs no old_logp
+        names, metrics = batch.teachers, Metrics()
+        for place, chosen in [("teacher/kl", {*self._teachers}), *((f"teacher/kl/{n}", {n}) for n in self._teachers)]:
+            mask = sequences.sampled & repeated(
+                sequences.held(torch.tensor([name in chosen for name in names])), sequences.lengths
+            )
+            kept = Tokens(mask, sequences.lengths, sequences.together)
+            found = kept.totals(
+                lambda old, taught: old.double() - taught.double(), sequences.old_logp, sequences.teacher_logp
+            )
+            if found.number:
+                metrics[place] = found.mean
+        self._measured = metrics
+
+    def after_step(self, state: TrainState, metrics: Metrics) -> None:
+        metrics |= self._measured

@@ -1,0 +1,153 @@
+"""Advantages of on-policy distillation against plain Python in float64, and the choice of a task's teacher."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megarl.buffer.experience.groups import group_stats
+from megarl.config.algorithms import DistillConfig, KLConfig
+from megarl.config.model_roles import teacher_of
+from megarl.config.schema import Config, TeacherConfig
+from megarl.core.errors import ConfigError, NonRetryableError
+from megarl.learn import algorithms
+from megarl.learn.algorithms import LossInput, StepInput
+from megarl.learn.algorithms.terms.token_parts import counts
+from megarl.learn.batching import Sequences
+from megarl.train.inference.inference import check_ids
+from tests.native import backends
+
+DISTILL = algorithms.get("distill")
+LENGTHS = (6, 3, 9, 4, 5)
+WEIGHTS = (1.0, 0.5, 0.0, 1.0, 2.0)
+"""The third sequence has no teacher."""
+
+
+@pytest.fixture(params=["cpu double", "torch"], ids=["kernels", "torch"], autouse=True)
+def _backend(request: pytest.FixtureRequest):  # type: ignore[no-untyped-def]
+    with backends.on(request.param):
+        yield
+
+
+def make_step(seed: int) -> StepInput:
+    """Sequences with tokens masked out in the middle, one without any token in the loss, all of one group."""
+    g = torch.Generator().manual_seed(seed)
+    total, starts = sum(LENGTHS), list(itertools.accumulate(LENGTHS, initial=0))
+    mask = torch.rand(total, generator=g) < 0.7
+    mask[starts[1] : starts[2]] = False
+    rewards = torch.randn(len(LENGTHS), generator=g, dtype=torch.float64)
+    own = -torch.randn(total, generator=g, dtype=torch.float64).abs()
+    taught = -torch.randn(total, generator=g, dtype=torch.float64).abs()
+    return StepInput(
+        rewards=rewards,
+        stats=[group_stats(rewards.tolist())] * len(LENGTHS),
+        cu_seqlens=torch.tensor(starts),
+        mask=mask,
+        tokens=counts(mask, torch.tensor(LENGTHS)),
+        old_logp=own,
+        teacher_logp=torch.where(torch.repeat_interleave(torch.tensor(WEIGHTS), torch.tensor(LENGTHS)) > 0, taught, 0),
+        teacher_weights=torch.tensor(WEIGHTS, dtype=torch.float64),
+    )
+
+
+def by_hand(step: StepInput, c: DistillConfig) -> list[float]:
+    """Advantages [T] by the sums that define them, one token at a time."""
+    found, rewards = [0.0] * len(step.mask), step.rewards.tolist()
+    mean, deviation = statistics.fmean(rewards), statistics.stdev(rewards)
+    for i, (start, end) in enumerate(itertools.pairwise(step.cu_seqlens.tolist())):
+        kept = [t for t in range(start, end) if step.mask[t]]
+        r = [WEIGHTS[i] * (float(step.teacher_logp[t]) - float(step.old_logp[t])) for t in kept]
+        for k, t in enumerate(kept):
+            following = sum(c.gamma ** (j - k) * r[j] for j in range(k, len(kept)))
+            found[t] = following + c.reward_coef * (rewards[i] - mean) / (deviation + 1e-6)
+    return found
+
+
+CASES = [DistillConfig(gamma=gamma, reward_coef=coef) for gamma in (0.0, 0.9, 1.0) for coef in (0.0, 0.3)]
+
+
+@pytest.mark.parametrize("config", CASES, ids=lambda c: f"{c.gamma}-{c.reward_coef}")
+def test_against_the_definition(config: DistillConfig) -> None:
+    for seed in range(3):
+        step = make_step(seed)
+        got = DISTILL.step_advantages(step, config)
+        assert got.advantages.tolist() == pytest.approx(by_hand(step, config), rel=1e-9, abs=1e-9)
+        assert got.returns is None
+
+
+@pytest.mark.parametrize("config", CASES, ids=lambda c: f"{c.gamma}-{c.reward_coef}")
+def test_the_gradient_of_the_first_update(config: DistillConfig) -> None:
+    """At ratio 1 the gradient of a token's log-prob is −A / (number of tokens)."""
+    step = make_step(4)
+    logp = step.old_logp.clone().requires_grad_()
+    advantages = DISTILL.step_advantages(step, config).advantages
+    batch = LossInput(logp, None, step.old_logp, None, advantages, step.mask, step.row, step.num_rows)
+    settings = dataclasses.replace(config, name="distill", kl=KLConfig(0.0))
+    count = DISTILL.denominators(step.mask, step.row, step.num_rows, settings)
+    loss = DISTILL.loss(batch, settings).total / count
+    loss.backward()
+    number = int(step.mask.sum())
+    wanted = [-a / number if keep else 0.0 for a, keep in zip(by_hand(step, config), step.mask.tolist(), strict=True)]
+    assert float(loss.detach()) == pytest.approx(sum(wanted), rel=1e-9, abs=1e-12)
+    assert logp.grad.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+
+
+def test_what_is_masked_out_and_what_no_teacher_scores_do_not_matter() -> None:
+    step, config = make_step(5), DistillConfig(gamma=0.9)
+    clean = DISTILL.step_advantages(step, config).advantages
+    without = step.row == 2
+    assert not clean[without].any() and clean[step.mask & ~without].all() and not clean[~step.mask].any()
+    dirty = {name: torch.where(step.mask, getattr(step, name), math.nan) for name in ("old_logp", "teacher_logp")}
+    assert torch.equal(DISTILL.step_advantages(dataclasses.replace(step, **dirty), config).advantages, clean)
+
+
+def test_a_teacher_equal_to_the_student_teaches_nothing() -> None:
+    step = make_step(6)
+    step = dataclasses.replace(step, teacher_logp=step.old_logp)
+    assert not DISTILL.step_advantages(step, DistillConfig(gamma=1.0)).advantages.any()
+
+
+def test_missing_inputs_are_named() -> None:
+    step = make_step(7)
+    for name in ("old_logp", "teacher_logp", "teacher_weights"):
+        with pytest.raises(ConfigError, match="distill needs old_logp, teacher_logp"):
+            DISTILL.step_advantages(dataclasses.replace(step, **{name: None}), DistillConfig())
+    with pytest.raises(ConfigError, match=r"algorithm.reward_coef=0.3 .*algorithm.group_size is 1"):
+        DISTILL.step_advantages(step, DistillConfig(reward_coef=0.3, group_size=1))
+    with pytest.raises(ConfigError, match=r"algorithm.kl.place=reward: .* set it to loss"):
+        DISTILL.step_advantages(step, DistillConfig(kl=KLConfig(0.1, "k3", "reward")))
+
+
+def test_a_token_that_the_teacher_does_not_have() -> None:
+    config = Config(teachers={"math": TeacherConfig("/m")})
+    teacher: Any = SimpleNamespace(head=SimpleNamespace(vocab_size=100))
+    sequences = Sequences(torch.tensor([3, 99], dtype=torch.int32), torch.tensor([2]), torch.tensor([True, False]))
+    check_ids(sequences, config, "math", teacher)
+    sequences.tokens = torch.tensor([3, 100], dtype=torch.int32)
+    with pytest.raises(NonRetryableError, match=r"sampled token 100, .* teachers.math.path=/m has vocab_size=100"):
+        check_ids(sequences, config, "math", teacher)
+
+
+def test_the_teacher_of_a_data_source() -> None:
+    teachers = {
+        "math": TeacherConfig(sources=["gsm8k", "math/"]),
+        "hard": TeacherConfig(sources=["math/hard/", "math/hard"]),
+        "rest": TeacherConfig(),
+    }
+    wanted = {
+        "gsm8k": "math",
+        "gsm8k/main": "rest",  # a name is no prefix
+        "math/algebra": "math",
+        "math/hard": "hard",  # the exact name comes before a prefix
+        "math/hard/aime": "hard",
+        "mathematics": "rest",
+    }
+    assert {source: teacher_of(teachers, source) for source in wanted} == wanted
+    assert teacher_of({"math": teachers["math"]}, "code") is None
