@@ -1,6 +1,6 @@
 """The buffer that explorer and trainer share: tasks, experiences and steps in SQL, their order, operators on groups.
 
-Code here writes the database, one transaction at a time. It asks no engine and trains no model.
+Code here writes the database, one transaction at a time. It calls no engine and trains no model.
 """
 
 FACE = (

@@ -1,6 +1,6 @@
 """Settings: composed by hydra from ``configs/``, held in frozen dataclasses, checked before anything starts.
 
-Code here imports ``core`` alone. It reads YAML and command lines; it opens no model, no rows and no store.
+Code here imports ``core`` alone. It reads YAML and command lines, never models, rows or the store.
 """
 
 from megarl.config.load import compose, config_dir, from_dict, load_resolved, save_resolved, to_dict

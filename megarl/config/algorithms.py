@@ -1,7 +1,7 @@
-"""Settings of algorithms: those that all have, and a dataclass for each algorithm that has more.
+"""Settings of algorithms: common ones, and a dataclass for each algorithm with more.
 
-An algorithm with settings of its own has a dataclass here, which is a row of ``SETTINGS`` and a parent of
-``AnyAlgorithmConfig``. On the command line all of them are ``algorithm.NAME``; ``algorithm.name`` decides which exist.
+An algorithm with further settings has a dataclass here, a row of ``SETTINGS`` and a parent of ``AnyAlgorithmConfig``.
+On the command line all of them are ``algorithm.NAME``; ``algorithm.name`` decides which exist.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ class KLConfig:
     coef: Coefficient = 0.001
     """Coefficient of the KL to the reference; 0 needs no reference model."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
-    """k1 has no gradient in a loss and is for ``place=reward`` alone."""
+    """Estimator of the KL. k1 has no gradient in a loss, so it requires ``place=reward``."""
     place: Literal["loss", "reward"] = "loss"
-    """A term of the loss, or taken off each token's reward."""
+    """Place of the KL: a term of the loss, or a penalty subtracted from each token's reward."""
     target: Positive | None = None
-    """KL per token that an adaptive coefficient aims at (Ziegler et al., 1909.08593); None keeps ``coef``."""
+    """Target KL per token of the adaptive coefficient (Ziegler et al., 1909.08593); None keeps ``coef`` fixed."""
     horizon: Count = 10000
-    """Responses over which the adaptive coefficient moves by its error."""
+    """Horizon of the adaptive coefficient, in responses."""
 
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
     name: str = "grpo"
-    """Algorithm of megarl, or the path of a Python file with your own (ends in .py; docs/algorithms.md)."""
+    """Algorithm of megarl, or path of a Python file with your own algorithm (ends in .py; docs/algorithms.md)."""
     group_size: Count = 8
-    """Answers sampled for each task."""
+    """Responses sampled for each task."""
     importance: Literal["token", "sequence_mean", "sequence_product"] = "token"
     """Unit of the ratio of new to old policy: each token, or the mean or sum of a response's log-ratios."""
     clip_low: Coefficient = 0.2  # no maximum: DeepSeek-R1 has 10
@@ -56,27 +56,26 @@ class AlgorithmConfig:
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the reference model."""
     dynamic_sampling: bool = False
-    """Groups whose responses are all right or all wrong are replaced by new ones before training (DAPO)."""
+    """Replace zero-variance groups (all responses right or all wrong) by new ones before training (DAPO)."""
     overlong_filtering: bool = False
     """Leave responses that reached ``rollout.max_response_tokens`` out of the loss; their group's statistics keep them
     (DAPO)."""
     max_extra_rollouts: NonNegative = 10
-    """Rollouts that a step asks for beyond its first to replace groups; then it trains with what it has."""
+    """Most extra rollouts of a step to replace zero-variance groups; then it trains with the groups it has."""
     correction: Literal["none", "truncate", "mask"] = "none"
     """Effect of the engine's log-probs on a token's surrogate, with r = exp(old_logp - engine_logp): nothing; times
     min(r, C); times r, and 0 where r is outside [1/C, C]."""
     correction_cap: Annotated[float, Bound(1)] = 2.0
     """C of ``correction``."""
     segments: Literal["all", "current"] = "all"
-    """Tokens of a trajectory that several versions of the weights have sampled: all are in the loss; or those of its
-    newest weights alone, and what earlier weights sampled is context (Kimi k1.5's partial rollouts). A trajectory of
-    one version is trained whole either way."""
+    """Tokens in the loss of a trajectory sampled by several weights versions: all of them, or only those of its newest
+    weights, with earlier ones as context (Kimi k1.5's partial rollouts). No effect on trajectories of one version."""
     turn_rewards: UnitInterval = 0.0
-    """Share of the turns' own rewards in the advantage (docs/algorithms.md); 0 reads those of trajectories alone."""
+    """Share of the turns' own rewards in the advantage (docs/algorithms.md); 0 uses only trajectory rewards."""
     turn_gamma: UnitInterval = 1.0
-    """Discount of the rewards of later turns in the return of a turn, with ``turn_rewards``."""
+    """Discount of later turns' rewards in a turn's return; used with ``turn_rewards``."""
     options: dict[str, float] = field(default_factory=dict)
-    """Settings of your own algorithm."""
+    """Settings of your algorithm."""
 
 
 @dataclass(frozen=True)
@@ -84,13 +83,13 @@ class MirrorDescentConfig(AlgorithmConfig):
     """Settings of kimi_mirror_descent."""
 
     tau: Coefficient = 1.0
-    """Strength with which the loss holds on to the policy that it starts from."""
+    """Strength of the pull towards the policy at the start of the step."""
 
 
 @dataclass(frozen=True)
 class OPMDConfig(MirrorDescentConfig):
     opmd: Literal["mean", "pairwise"] = "mean"
-    """Baseline for a response: the mean of its group, or each other response of it."""
+    """Baseline of a response: its group's mean, or each other response of the group."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +109,7 @@ class MixConfig(AlgorithmConfig):
     mu: UnitInterval = 0.1
     """Weight of the loss on expert rows; the usual rows have 1 - mu."""
     expert_ratio: Annotated[float, Bound(0, 1, below=True)] = 0.2
-    """Share of a step's rows that are taken from the expert rows (``taskset.expert``)."""
+    """Share of expert rows in a step's rows (``taskset.expert``)."""
     expert_loss: Literal["sft", "off_policy"] = "sft"
     """Loss of expert rows: their negative log-likelihood; or minus their ratio to the teacher's log-probs, which the
     rows must have (``teacher_logp``), as responses of another policy (LUFFY)."""
@@ -127,7 +126,7 @@ class ReinforcePPConfig(AlgorithmConfig):
 @dataclass(frozen=True)
 class ReMaxConfig(ReinforcePPConfig):
     whiten_advantages: bool = False
-    """Advantages of a step to mean 0 and variance 1 over its tokens."""
+    """Whiten the advantages of a step: mean 0 and variance 1 over its tokens."""
 
 
 @dataclass(frozen=True)
@@ -135,10 +134,10 @@ class PPOConfig(ReMaxConfig):
     lam: UnitInterval = 1.0
     """λ of generalised advantage estimation."""
     bootstrap_truncated: bool = False
-    """Value after a response that reached ``rollout.max_response_tokens``: 0 as after a finished one, because the limit
-    is where episodes end; or, where True, the critic's value of the state there, as if the response went on."""
+    """Value after a response that reached ``rollout.max_response_tokens``: False takes 0, as after a finished response;
+    True takes the critic's value of the state there, as if the response went on."""
     value_clip: Positive | None = 0.5
-    """Distance that the critic's value may move from the one that the step started with; None for no bound."""
+    """Largest distance of the critic's value from its value at the start of the step; None for no bound."""
 
 
 @dataclass(frozen=True)
@@ -151,8 +150,8 @@ class DistillConfig(ReinforcePPConfig):
 
 @dataclass(frozen=True)
 class AnyAlgorithmConfig(PPOConfig, MixConfig, PreferenceConfig, OPMDConfig, DistillConfig):
-    """Settings of all algorithms, for one in a Python file of your own. Names in brackets are the algorithms that have
-    a setting; others refuse it."""
+    """Settings of all algorithms, for one in your own Python file. Names in brackets are the only algorithms with that
+    setting."""
 
 
 SETTINGS: dict[str, type[AlgorithmConfig]] = {
@@ -166,7 +165,7 @@ SETTINGS: dict[str, type[AlgorithmConfig]] = {
     "remax": ReMaxConfig,
     "distill": DistillConfig,
 }
-"""Algorithms with settings of their own; all others have those of ``AlgorithmConfig``."""
+"""Algorithms with further settings; all others use ``AlgorithmConfig``."""
 
 
 def settings_of(name: str) -> type[AlgorithmConfig]:
@@ -180,14 +179,15 @@ def reads_teacher(config: AlgorithmConfig) -> bool:
 
 
 def owners(setting: str) -> list[str]:
-    """Names of the algorithms that have ``setting`` of their own; [] for a setting of all, and for an unknown one."""
+    """Names of the algorithms that add ``setting``; ``[]`` if all have it or it is unknown."""
     if setting in {f.name for f in fields(AlgorithmConfig)}:
         return []
     return [name for name, kind in SETTINGS.items() if setting in {f.name for f in fields(kind)}]
 
 
 def check_owners(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError if ``values``, of the group ``algorithm``, has a setting that only other algorithms have."""
+    """Raise ConfigError if ``values``, of the group ``algorithm``, has a setting that its algorithm lacks and others
+    have."""
     name = str(values.get("name", AlgorithmConfig.name))
     own = {f.name for f in fields(settings_of(name))}
     for setting in values:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 
 class Bound(NamedTuple):
-    """``low`` <= value <= ``high``, both finite or open; ``above`` and ``below`` leave the end itself out."""
+    """``low`` <= value <= ``high``, for a finite value; ``above`` and ``below`` exclude the end itself."""
 
     low: float
     high: float = math.inf
@@ -36,12 +36,12 @@ class Bound(NamedTuple):
 
 @functools.cache
 def annotations_of(cls: Any, bounds: bool = False) -> Mapping[str, Any]:
-    """Return the types of a dataclass's fields, with their bounds where asked; evaluated once, which takes long."""
+    """Return the types of a dataclass's fields, with their bounds if ``bounds``. Cached: evaluation is slow."""
     return get_type_hints(cls, include_extras=bounds)
 
 
 def bound_of(annotation: Any) -> Bound | None:
-    """Return the bound that a type carries, in itself or in one alternative of a union; None without one."""
+    """Return the bound of a type, or of one alternative of a union; None without one."""
     parts = (annotation, *get_args(annotation))
     return next((item for part in parts for item in getattr(part, "__metadata__", ()) if isinstance(item, Bound)), None)
 

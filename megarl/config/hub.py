@@ -1,4 +1,4 @@
-"""Models that are named as on the Hugging Face hub: found in the local cache, never downloaded."""
+"""Models named as on the Hugging Face hub: found in the local cache, never downloaded."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 
 def is_name(path: str) -> bool:
-    """Return True if ``path`` reads as ORGANISATION/MODEL and neither it nor a folder for it is here; ``./a/b`` is
-    always a path."""
+    """Return True if ``path`` has the form ORGANISATION/MODEL and its parent folder does not exist; ``./a/b`` is always
+    a path."""
     return bool(_NAME.fullmatch(path)) and not Path(path).parent.exists()
 
 
 def cache() -> Path:
-    """The folder of huggingface_hub's downloads, by its environment variables."""
+    """Return the download folder of huggingface_hub, by its environment variables."""
     if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(folder).expanduser()
     home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
@@ -32,8 +32,8 @@ def cache() -> Path:
 
 
 def snapshot(path: str) -> str:
-    """The cached snapshot of a hub name's main branch; ``path`` itself where it exists, is no such name or is not
-    cached."""
+    """Return the cached snapshot of the main branch of hub name ``path``; ``path`` itself if it exists, is no hub name
+    or is not cached."""
     if not _reads_as_name(path):
         return path
     try:
@@ -45,8 +45,7 @@ def snapshot(path: str) -> str:
 
 
 def with_snapshots(config: Config) -> Config:
-    """The settings with cached snapshots for hub names of models: those that the run began with, for as long as the
-    cache has them."""
+    """Return the settings with hub names of models replaced by cached snapshots: the run's first ones while cached."""
     used = _paths(Path(config.run.dir) / "resolved.json")
     sections: dict[str, RoleConfig] = {}
     for role, section in sections_of(config).items():
@@ -57,7 +56,7 @@ def with_snapshots(config: Config) -> Config:
 
 
 def lost(path: str) -> str | None:
-    """The command that downloads a snapshot which the cache no longer has; None for other paths."""
+    """Return the command that downloads a snapshot missing from the cache; None for other paths."""
     folder = Path(path)
     model = folder.parent.parent.name
     if folder.parent.name != "snapshots" or not model.startswith("models--") or _is_whole(folder):
@@ -66,7 +65,8 @@ def lost(path: str) -> str | None:
 
 
 def _snapshot_of_run(path: str, used: str | None) -> str:
-    """The snapshot of the run's last start while the cache has it, else the newest one. A path is taken as it is."""
+    """Return the snapshot of the run's last start if still cached, else the newest one; ``path`` itself if it is a
+    path."""
     newest = snapshot(path)
     if used is None or used == newest or not _reads_as_name(path):
         return newest
@@ -90,7 +90,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _paths(resolved: Path) -> dict[str, str]:
-    """Model paths of a run's last start; none where its settings cannot be read; others report that."""
+    """Return the model paths of the run's last start; none if its settings cannot be read, which other code reports."""
     try:
         settings = json.loads(resolved.read_text())
         sections = {role: settings[role] for role in ("model", "critic", "reward_model")}
@@ -102,7 +102,7 @@ def _paths(resolved: Path) -> dict[str, str]:
 
 
 def advice(setting: str, path: str) -> str | None:
-    """The way to get a model whose hub name was given as a path; None for other paths."""
+    """Return how to get a model whose hub name was given as a path; None for other paths."""
     if not _reads_as_name(path):
         return None
     folder = f"models/{path.partition('/')[2]}"

@@ -1,7 +1,7 @@
-"""hydra's compose, then one strict walk into the dataclasses of ``schema``.
+"""Compose settings with hydra, then convert them strictly into the dataclasses of ``schema``.
 
-hydra joins the files and overrides; what a key may be called and which values it takes is decided here alone, so
-that an error can name the nearest known key.
+hydra joins files and overrides; only this module decides which keys and values are allowed, so that an error can name
+the nearest known key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megarl.core.errors import ConfigError
 
 
 def config_dir() -> Path:
-    """The ``configs/`` folder: of the checkout, or the copy that the wheel carries."""
+    """Return the ``configs/`` folder of the checkout, or its copy in the wheel."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package.parent / "configs", package / "_configs"):
         if (folder / "train.yaml").is_file():
@@ -36,10 +36,10 @@ def config_dir() -> Path:
 
 
 def config_dirs(own: str | os.PathLike[str] | None = None) -> list[Path]:
-    """``configs/``, and a user's folder with further files of its groups.
+    """Return ``configs/``, then the user's folder with further files of its groups.
 
     Raises:
-        ConfigError: there is no such folder, or a file in it has the name of one of megarl's.
+        ConfigError: the folder does not exist, or one of its files has the name of a file of megarl.
     """
     ours = config_dir()
     if own is None:
@@ -57,7 +57,7 @@ def config_dirs(own: str | os.PathLike[str] | None = None) -> list[Path]:
 
 @contextmanager
 def hydra_at(folders: Sequence[Path]) -> Iterator[None]:
-    """hydra, set up to find files in these folders."""
+    """Set up hydra to find files in these folders."""
     from hydra import initialize_config_dir
     from hydra._internal.hydra import Hydra
     from hydra.core.global_hydra import GlobalHydra
@@ -67,7 +67,7 @@ def hydra_at(folders: Sequence[Path]) -> Iterator[None]:
             search_path = GlobalHydra.instance().config_loader().get_search_path()
             for folder in folders[1:]:
                 search_path.prepend("user", f"file://{folder}", anchor="schema")
-            GlobalHydra.instance().clear()  # a loader reads its search path once, when it is made
+            GlobalHydra.instance().clear()  # each loader reads its search path once, at construction
             Hydra.create_main_hydra2("app", search_path)
         yield
 
@@ -75,13 +75,12 @@ def hydra_at(folders: Sequence[Path]) -> Iterator[None]:
 def compose(overrides: Sequence[str], config_name: str = "train", own: str | os.PathLike[str] | None = None) -> Config:
     """Compose ``configs/<config_name>.yaml`` with hydra overrides such as ``experiment=quickstart trainer.steps=5``.
 
-    ``own``: a folder with further files of the groups (``experiment/mine.yaml``). Models that are named as on the hub
-        and lie in its
-    local cache are named by their paths there.
+    Hub names of models in the local cache become paths there. ``own``: a folder with further files of the groups
+    (``experiment/mine.yaml``).
 
     Raises:
-        ConfigError: an unknown key (with the nearest known one), a missing mandatory value, a value of the wrong type
-            or one outside its bounds.
+        ConfigError: an unknown key (with the nearest known one), a missing mandatory value, or a value of the wrong
+            type or out of bounds.
     """
     from hydra import compose as hydra_compose
     from hydra.errors import HydraException
@@ -119,7 +118,7 @@ def from_dict(cls: Any, values: Mapping[str, Any], where: str = "") -> Any:
     """Build dataclass ``cls`` from plain ``values``, strictly.
 
     Raises:
-        ConfigError: a key that ``cls`` does not have, or a value that its annotation does not admit.
+        ConfigError: ``cls`` has no such key, or its annotation does not allow the value.
     """
     names = [f.name for f in dataclasses.fields(cls)]
     hints = annotations_of(cls)
@@ -184,7 +183,7 @@ def to_dict(config: Any) -> dict[str, Any]:
 
 
 def _class_of(annotation: Any, values: Mapping[str, Any]) -> Any:
-    """Return the dataclass that a group of settings is built from: that of its algorithm for ``algorithm``."""
+    """Return the dataclass of a group of settings; for ``algorithm`` the dataclass of the chosen algorithm."""
     if annotation is not AlgorithmConfig:
         return annotation
     check_owners(values)
@@ -208,7 +207,7 @@ def _texts(tree: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, str]
 
 
 def save_resolved(config: Config, path: Path) -> None:
-    """Write the settings as JSON; a reader sees the old file or the new one."""
+    """Write the settings as JSON, atomically."""
     write_text(path, json.dumps(to_dict(config), indent=1))
 
 
@@ -226,7 +225,7 @@ def load_resolved(path: str | Path) -> Config:
         values = json.loads(Path(path).read_text())
         if not isinstance(values, dict):
             raise ValueError(f"it holds {type(values).__name__}, not settings")
-    except ValueError as error:  # also what is no UTF-8
+    except ValueError as error:  # also for invalid UTF-8
         raise ConfigError(f"{path} cannot be read: {error}; {fix}") from error
     try:
         config: Config = from_dict(Config, values)

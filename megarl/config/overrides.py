@@ -1,4 +1,4 @@
-"""Overrides as they are typed, checked before hydra composes them, so that an error can name the nearest known key."""
+"""Checks of overrides as typed, before hydra composes them, so that an error can name the nearest known key."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ def check_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> None:
     """Check keys, and values of groups, against the schema and the files in ``folders`` (megarl's own first).
 
     Raises:
-        ConfigError: an override is no ``key=value``, its key or its group's file is unknown, or two of them contradict
-            each other.
+        ConfigError: an override is not ``key=value``, has an unknown key or file, or contradicts another.
     """
     for override in overrides:
         _check_override(override, folders)
@@ -29,7 +28,7 @@ def check_overrides(overrides: Sequence[str], folders: Sequence[Path]) -> None:
 
 
 def check_experiment(overrides: Sequence[str]) -> None:
-    """Raise ConfigError for rows of one's own without an experiment: the settings would be those of the quickstart."""
+    """Raise ConfigError for ``taskset.train`` without an experiment, which would take the quickstart's settings."""
     given = {override.lstrip("+~").partition("=")[0]: override for override in overrides}
     if "taskset.train" in given and "experiment" not in given:
         raise ConfigError(
@@ -40,8 +39,7 @@ def check_experiment(overrides: Sequence[str]) -> None:
 
 
 def force(override: str, folders: Sequence[Path]) -> str:
-    """The override in the form in which hydra takes a key that no file names: the schema's defaults are no part of the
-    YAML tree."""
+    """Return the override with ``++`` if no file names its key: hydra's tree lacks the schema's defaults."""
     key, _, _ = override.partition("=")
     return override if key in groups(folders) or override[0] in "+~" else "++" + override
 
@@ -52,8 +50,8 @@ def groups(folders: Sequence[Path]) -> set[str]:
 
 
 def grammar_fault(overrides: Sequence[str]) -> str | None:
-    """Describe the first override that hydra's grammar does not admit, with its value in quotes where it is a text;
-    None if all can be read."""
+    """Describe the first override that hydra's grammar rejects, with its value in quotes if that is a text; None if
+    hydra can read all."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -76,15 +74,15 @@ def grammar_fault(overrides: Sequence[str]) -> str | None:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """`` did you mean 'x'?`` for the known name that goes on from ``name`` or is nearest to it, or an empty text."""
+    """Return `` did you mean 'x'?`` for the known name that starts with ``name`` or is nearest to it, or ``''``."""
     longer = [each for each in known if each.startswith(name)]
     match = longer or difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f" did you mean {match[0]!r}?" if match else ""
 
 
 def unknown(key: str, name: str, known: Sequence[str], where: str = "") -> ConfigError:
-    """Error for a setting ``key`` that does not exist; ``name`` is its part up to the first unknown word, ``where`` the
-    place it was read."""
+    """Return the error for an unknown setting ``key``; ``name`` is its part up to the first unknown word, ``where`` its
+    source."""
     of_group = f"known: {', '.join(known)}"
     if (ours := in_our_words(key)) is not None:
         may_be_ours = "." in name and key not in VERL  # a name in one of our groups may be meant for another setting
@@ -95,7 +93,7 @@ def unknown(key: str, name: str, known: Sequence[str], where: str = "") -> Confi
 def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> None:
     """Raise ConfigError unless ``key`` is a setting, a group of them, or inside a free dict.
 
-    ``where``: the place it was read. ``groups``: hydra's, listed as known too.
+    ``where``: source of the key, for the error. ``groups``: hydra's groups, listed as known too.
     """
     cls: Any = Config
     seen: list[str] = []
@@ -109,14 +107,14 @@ def check_setting(key: str, where: str = "", groups: Collection[str] = ()) -> No
         names = [f.name for f in dataclasses.fields(cls)]
         if part not in names:
             known = [".".join([*seen, name]) for name in names]
-            known += sorted({*groups}.difference(names)) if not seen else []  # several groups are settings as well
+            known += sorted({*groups}.difference(names)) if not seen else []  # several groups are settings too
             raise unknown(key, ".".join([*seen, part]), known, where)
         seen.append(part)
         cls = annotations_of(cls)[part]
 
 
 def _check_given_once(overrides: Sequence[str]) -> None:
-    """hydra itself takes the last one without a word."""
+    """Raise ConfigError for a key with two values; hydra silently takes the last one."""
     given: dict[str, str] = {}
     for override in overrides:
         key, equals, value = override.lstrip("+").partition("=")
@@ -144,7 +142,7 @@ def _check_override(override: str, folders: Sequence[Path]) -> None:
 
 def _dataclass_in(annotation: Any) -> Any:
     if annotation is AlgorithmConfig:
-        return AnyAlgorithmConfig  # which of them the algorithm has is checked when all are known
+        return AnyAlgorithmConfig  # the algorithm's own settings are checked later, when all values are known
     if dataclasses.is_dataclass(annotation):
         return annotation
     return next((a for a in get_args(annotation) if dataclasses.is_dataclass(a)), None)

@@ -1,5 +1,4 @@
-"""Settings of rewards: verifiers and their processes, the sandbox, the judge, and rewards for how an answer is
-written."""
+"""Settings of rewards: verifiers and their processes, the sandbox, the judge, and rewards for form."""
 
 from __future__ import annotations
 
@@ -14,21 +13,22 @@ class CodeConfig:
     """Programs, run in a sandbox (docs/sandbox.md)."""
 
     url: str | None = None
-    """A ``megarl sandbox serve``, whose key is in MEGARL_SANDBOX_KEY; None is this machine's own sandbox."""
+    """URL of a ``megarl sandbox serve``, with its key in MEGARL_SANDBOX_KEY; None uses this machine's sandbox."""
     python: str | None = None
-    """The interpreter for programs, with its packages; None takes megarl's, or /usr/bin/python3 where others cannot
-    read that."""
+    """Python interpreter of programs, with its packages; None takes megarl's, or /usr/bin/python3 if megarl's is not
+    world-readable."""
     score: Literal["all", "fraction"] = "all"
-    """1 when every test passes and 0 at the first that fails; or all tests run, and their share that passes."""
+    """Score of an answer: ``all`` gives 1 if every test passes and stops with 0 at the first failure; ``fraction`` runs
+    all tests and gives the share that passes."""
     cpu_s: Annotated[int, Bound(1, 3600)] = 4
-    """Processor seconds of one test; assertions share a process, which has this times their number."""
+    """Processor seconds of one test; assertions share one process and this limit times their number."""
     wall_s: Annotated[float, Bound(0, 3600, above=True)] = 6.0
-    """Seconds of one test; also of each assertion, and of the program's import before them."""
+    """Wall-clock seconds of one test, of each assertion, and of the program's import before them."""
     item_s: Annotated[float, Bound(0, 3600, above=True)] = 8.0
-    """Seconds of all tests of an answer; below ``reward.timeout_s``, so that a slow program is judged and not only its
-    worker killed."""
+    """Seconds for all tests of an answer. Must be below ``reward.timeout_s``, so that a slow program gets a verdict
+    before its worker is killed."""
     memory_mib: Annotated[int, Bound(16, 2**20)] = 1024
-    """Memory of one test; of all assertions of an answer together."""
+    """MiB of memory of one test, or of all assertions of an answer together."""
 
 
 JUDGE_IS_ROLLOUT = "rollout"
@@ -40,27 +40,27 @@ class JudgeConfig:
     """A language model that judges responses, at any OpenAI-compatible server (docs/judge.md)."""
 
     url: str | None = None
-    """The server's base URL (http://HOST:PORT/v1), whose key is in MEGARL_JUDGE_KEY; ``rollout`` is the job's own
+    """Base URL of the server (http://HOST:PORT/v1), with its key in MEGARL_JUDGE_KEY; ``rollout`` is the job's
     engines."""
     model: str | None = None
-    """Its name there; None asks the server for the first that it has."""
+    """Name of the judge's model at the server; None takes the first that the server lists."""
     rubric: str | None = None
-    """A text file with {question}, {answer} and, where there is one, {reference}; None takes megarl's own."""
+    """Text file with {question}, {answer} and optionally {reference}; None takes megarl's rubric."""
     votes: Annotated[int, Bound(1, 101)] = 1
-    """Judgements of a response, each with a seed of its own; the majority decides, a tie is wrong. More than one needs
-    a temperature."""
+    """Judgements of a response, each with a different seed. The majority decides; a tie is wrong. Above 1 it needs a
+    temperature."""
     temperature: Temperature = 0.0
     """Temperature of the judge; 0 is greedy."""
     max_tokens: Count = 1024
-    """Longest judgement."""
+    """Most tokens of a judgement."""
     concurrency: Annotated[int, Bound(1, 4096)] = 32
-    """Requests under way at once."""
+    """Most requests in flight."""
     timeout_s: Seconds = 120.0
-    """Seconds for one request to the judge."""
+    """Timeout in seconds of one request to the judge."""
     retries: Annotated[int, Bound(0, 100)] = 3
-    """Times that a failed request is repeated."""
+    """Retries of a failed request."""
     cache: str | None = None
-    """SQLite file of judgements already made (configs/train.yaml: in the run's directory); None keeps none."""
+    """SQLite file that caches judgements (configs/train.yaml: in the run's directory); None keeps no cache."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,18 @@ class FormatConfig:
     weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
     form: Literal["think", "think_answer"] = "think_answer"
-    """<think>…</think> and then text, or then <answer>…</answer>; each tag once, in order, nothing outside."""
+    """Required form: <think>…</think> then text, or then <answer>…</answer>; each tag once, in order, no text
+    outside."""
 
 
 @dataclass(frozen=True)
 class LengthConfig:
-    """k1.5's reward for being short among the responses of a group (2501.12599 §2.3.3)."""
+    """k1.5's length reward among the responses of a group (2501.12599 §2.3.3)."""
 
     weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
     warmup_steps: NonNegative = 0
-    """Steps without it at the start."""
+    """Steps at the start without the length reward."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,12 @@ class RepetitionConfig:
 
 @dataclass(frozen=True)
 class LanguageConfig:
-    """The share of a response's words that are of one language (DeepSeek-R1, 2501.12948 §2.3.2)."""
+    """The share of a response's words in one language (DeepSeek-R1, 2501.12948 §2.3.2)."""
 
     weight: RewardWeight = 0.0
     """Weight of this part in the reward; 0 leaves it out."""
     language: Literal["prompt", "en", "zh"] = "prompt"
-    """``prompt``: that of the question."""
+    """Wanted language; ``prompt`` takes the question's."""
 
 
 @dataclass(frozen=True)
@@ -108,36 +109,35 @@ class RewardConfig:
     path: str | None = None
     """A Python file with verl's ``compute_score``; None uses ``megarl.rewards.compute_score``."""
     routes: dict[str, str] = field(default_factory=dict)
-    """Prefix of ``data_source`` -> family of verifiers, or family/subtype, before megarl's own
+    """Prefix of ``data_source`` -> family of verifiers, or family/subtype; consulted before megarl's own routes
     (``megarl.rewards.routes``), e.g. {my_set: math, my_images: vision/count}."""
     weight: RewardWeight = 1.0
     """Weight of the verifier's score in the sum of all parts."""
     workers: Annotated[int, Bound(1, 1024)] = 1
-    """Processes that verify beside the explorer."""
+    """Verifier processes on the explorer's node."""
     hosts: list[str] = field(default_factory=list)
-    """HOST:PORT*N: N further processes, at a ``megarl rewards serve`` on another node."""
+    """Further processes as HOST:PORT*N: N of them, at a ``megarl rewards serve`` on another node."""
     timeout_s: Seconds = 10.0
-    """Seconds for the verdict of one response; then its worker is killed."""
+    """Timeout in seconds of one response's verdict; after it the worker is killed."""
     retries: Annotated[int, Bound(0, 100)] = 1
-    """Times that a response without a verdict (error, timeout) is tried again. The death of its worker is no try."""
+    """Retries of a response without a verdict (error, timeout). The death of its worker is not counted."""
     max_kills: Annotated[int, Bound(1, 100)] = 3
-    """A response whose worker has died or hung so often is tried no more, and is an error wherever it comes again."""
+    """Give up on a response after this many dead or hung workers; the same text is then always an error."""
     backlog: Count = 8192
-    """Answers that may wait for their score; when there are more, no further group is begun."""
+    """Most responses that wait for their score; above it no further group is started."""
     on_error: Literal["drop", "zero", "mask"] = "drop"
-    """Treatment of a response without a verdict: its group is dropped from training, its score counts as 0 (the
-    verifier's errors and timeouts alone), or it is left out of the loss and of its group's statistics. Always
-    reported."""
+    """Treatment of a response without a verdict: drop its group from training; score it 0 (only for errors and timeouts
+    of the verifier); or exclude it from the loss and its group's statistics. Always reported."""
     late_steps: NonNegative | None = None
-    """Steps after which a group that was asked for and still awaits rewards (data sources of the family ``late``) is
-    left out; null waits for them (docs/rewards.md)."""
+    """Steps after which a requested group that still awaits rewards (data sources of the family ``late``) is left out;
+    null waits for them (docs/rewards.md)."""
     shuffle: bool = False
-    """Control experiment: rewards permuted within each rollout, so that they carry no information."""
+    """Control experiment: permute rewards within each rollout, so that they carry no information."""
     overlong_buffer: Count | None = None
     """Tokens before ``rollout.max_response_tokens`` over which DAPO's length penalty grows to ``overlong_penalty``;
     None for none."""
     overlong_penalty: Coefficient = 1.0
-    """Penalty of DAPO's length reward for a response of full length."""
+    """DAPO's length penalty of a response of full length."""
     format: FormatConfig = field(default_factory=FormatConfig)
     """Reward for the form of a response."""
     length: LengthConfig = field(default_factory=LengthConfig)

@@ -1,7 +1,7 @@
 """The settings reference: every setting with its default, values and meaning, read from ``schema`` and
 ``hints``.
 
-``megarl config --reference`` prints it; docs/settings.md holds it, and a test compares the two.
+``megarl config --reference`` prints it, and a test compares it with docs/settings.md.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WIDTH = 120
 
 
 SHARED: dict[type, str] = {OptimizerConfig: "trainer.optimizer", ParallelConfig: "parallel"}
-"""Group under which a dataclass of several groups has its rows."""
+"""Dataclass used by several groups -> the group that lists its rows."""
 
 
 class Setting(NamedTuple):
@@ -42,7 +42,7 @@ class Setting(NamedTuple):
 
 
 def reference() -> str:
-    """The page, in Markdown: a list for each group of settings."""
+    """Return the page in Markdown, with a list for each group of settings."""
     lines = [HEADER]
     for prefix, kind in groups():
         lines += [f"## {prefix.removesuffix('.NAME')}", "", *_about(kind)]
@@ -60,7 +60,7 @@ def groups() -> Iterator[tuple[str, type]]:
 
 
 def changed(config: Any, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each setting that differs from its default, with its value in the form of an override."""
+    """Yield each setting that differs from its default, with its value as an override."""
     for field in fields(config):
         value = getattr(config, field.name)
         name = f"{prefix}{field.name}"
@@ -75,7 +75,7 @@ def _wrapped(text: str) -> list[str]:
 
 
 def settings(kind: type, prefix: str) -> Iterator[Setting]:
-    """Rows of a dataclass and of those within it; one row for a dataclass whose rows are elsewhere."""
+    """Yield the rows of a dataclass and its nested dataclasses; one row for a dataclass listed in another group."""
     hints, bounded, helps = get_type_hints(kind), get_type_hints(kind, include_extras=True), _helps(kind)
     for field in fields(kind):
         name, text = f"{prefix}.{field.name}", helps[field.name]
@@ -94,18 +94,18 @@ def settings(kind: type, prefix: str) -> Iterator[Setting]:
 
 
 def _whole(kind: type) -> type:
-    """Return the dataclass with all settings of a group, those of every algorithm too."""
+    """Return the dataclass with all settings of a group, for ``algorithm`` those of every algorithm."""
     return AnyAlgorithmConfig if kind is AlgorithmConfig else kind
 
 
 def _about(kind: type) -> list[str]:
-    """The class's own docstring (a dataclass without one has its signature there)."""
+    """Return the class's docstring (Python gives a dataclass without one its signature)."""
     text = kind.__doc__ or ""
     return [] if text.startswith(f"{kind.__name__}(") else [*textwrap.wrap(" ".join(text.split()), WIDTH), ""]
 
 
 def _helps(kind: type) -> dict[str, str]:
-    """Docstrings of the fields of a dataclass and of those that it extends."""
+    """Return the docstrings of the fields of a dataclass and its bases."""
     found: dict[str, str] = {}
     for base in reversed([c for c in kind.__mro__ if is_dataclass(c)]):
         [tree] = ast.parse(textwrap.dedent(inspect.getsource(base))).body
@@ -129,7 +129,7 @@ def _default(field: Field[Any]) -> str:
 
 
 def _differing(field: Field[Any], inner: type) -> str:
-    """Defaults of a group that are not those of its class."""
+    """Return the defaults of a group that differ from its class's."""
     if field.default is None:
         return "`null`"
     given, usual = (field.default_factory() if field.default_factory is not MISSING else inner()), inner()
@@ -168,7 +168,7 @@ def _one_kind(kind: Any, bound: Bound | None) -> str:
 
 
 def _verl(name: str) -> str:
-    """verl's settings that name this one first."""
+    """Return verl's settings with this setting as their first counterpart."""
     return ", ".join(
         f"`{theirs}`" for theirs, ours in VERL.items() if ours.split(",")[0].split(" ")[0].split("=")[0] == name
     )

@@ -1,6 +1,6 @@
 """Check the values of composed settings against the bounds in their types, and texts against a few rules.
 
-Rules that need a model, a grid or a machine are not here: ``run/checks/job.py`` calls the checks of those.
+Rules that need a model, a grid or a machine are called by ``run/checks/job.py``.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Number(NamedTuple):
 
 
 def validate(config: Config) -> None:
-    """Raise ConfigError naming the setting, its value and the values that it may have."""
+    """Raise ConfigError naming an invalid setting, its value and the allowed values."""
     for number in numbers(config):
         _check_number(number, config)
     _check_texts(config)
 
 
 def numbers(group: Any, where: str = "") -> Iterator[Number]:
-    """Every number in a dataclass and those within it; those of other free dicts are their owner's to check."""
+    """Yield every number in a dataclass and its nested dataclasses; owners of other free dicts check theirs."""
     kind: Any = type(group)
     hints = annotations_of(kind, bounds=True)
     for field in fields(group):

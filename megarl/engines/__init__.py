@@ -1,7 +1,7 @@
-"""Rollout engines: their rows, vLLM servers, and what lives in them or speaks to them.
+"""Rollout engines: their rows, vLLM servers, code inside vLLM, and clients.
 
-Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync`` and ``cpu`` run inside of vLLM. ``client``
-and ``fleet`` need no torch.
+Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync`` and ``cpu`` run inside vLLM. ``client`` and
+``fleet`` need no torch.
 """
 
 FACE = (

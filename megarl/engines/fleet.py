@@ -1,8 +1,8 @@
-"""The engines of a run: a row each, one writer for each column, and one table of what may become of a row.
+"""The engines of a run: one row each, one writer for each column, and one table of allowed changes.
 
-A row is a plan and an account. What an engine really has is checked by the engine: each request names the start of the
-process and the weights that it reckons with, and the engine refuses others. So a choice that was made from an old row
-is right, or is refused at once. Nothing here reads a database or a clock.
+A row records the plan and the last known state of an engine. Each request names the process start and weights that it
+expects, and the engine refuses a mismatch. So a choice from an outdated row is either valid or refused immediately.
+Code here reads neither database nor clock.
 """
 
 from __future__ import annotations
@@ -18,34 +18,34 @@ from megarl.core.schema import WeightsVersion
 Key = tuple[str, int]
 """Program and number of an engine."""
 BASE = "base"
-"""Name of a model's own weights; an adapter has another."""
+"""Name of a model's own weights, as opposed to an adapter."""
 STARTS = 1_000_000
-"""Most starts of processes in one attempt: the numbers of later attempts begin above those of earlier ones."""
+"""Most process starts in one attempt, so that later attempts have higher start numbers."""
 _ENDED = "it ended before it served; its log has its last words"
 
 
 class EngineStatus(StrEnum):
-    """State that the supervisor has brought an engine to."""
+    """State of an engine, set by the supervisor."""
 
     ABSENT = "absent"
     STARTING = "starting"
-    """Its process runs, and listens nowhere yet."""
+    """Its process runs but does not listen yet."""
     SERVING = "serving"
     ENDING = "ending"
 
 
 class EngineTurn(StrEnum):
-    """Use of devices that engines share with the trainer; engines with devices of their own are always HERE."""
+    """Use of devices shared with the trainer; engines with separate devices are always HERE."""
 
     HERE = "here"
     ASLEEP = "asleep"
-    """Without weights and KV cache; one that dies is started again at its next turn."""
+    """Without weights and KV cache; a dead engine is restarted at its next turn."""
     AWAY = "away"
     """Without a process."""
 
 
 class ColumnOwner(StrEnum):
-    """Owner of columns."""
+    """Owner of columns: the only process that writes them."""
 
     SCALE = "megarl scale"
     TRAINER = "the process that delivers weights"
@@ -59,7 +59,7 @@ class ProvenWeights(NamedTuple):
     """``BASE``, or an adapter's name."""
     version: WeightsVersion
     start: int
-    """Start of the process that has proven them."""
+    """Process start that has proven them."""
 
 
 @dataclass(frozen=True)
@@ -68,33 +68,33 @@ class EngineRow:
 
     program: str
     number: int
-    """Number of the replica; the ranks of its workers in the weight plan follow from it."""
+    """Number of the replica, which determines its workers' ranks in the weight plan."""
     # by megarl scale
     wanted: bool = True
     wanted_workers: int = 1
-    """Workers that it is to have: tp * pp."""
+    """Wanted number of workers: tp * pp."""
     order: int = 0
-    """Number of changes of the two before; 0: the job began with it."""
+    """Number of changes of ``wanted`` and ``wanted_workers``; 0 for an initial engine."""
     # by the process that delivers weights
     turn: EngineTurn = EngineTurn.HERE
     turn_order: int = 0
     """Number of changes of ``turn``."""
     weights: tuple[ProvenWeights, ...] = ()
-    """Weights that were delivered last, and proven, by name; none once they are lost."""
+    """Last delivered and proven weights, by name; none once lost."""
     holds_for: str = ""
     """Rollout of the evaluation for which it keeps ``weights``."""
     # by the supervisor
     state: EngineStatus = EngineStatus.ABSENT
     start: int = 0
-    """Number of its last start, which no other start in the run has. The process knows it."""
+    """Number of its last start, unique in the run and known to the process."""
     url: str = ""
-    """Empty until the supervisor has given it a place."""
+    """Empty until the supervisor has placed it."""
     workers: int = 0
-    """Workers with which it served last; 0: it never did."""
+    """Workers when it last served; 0 if it never served."""
     done: int = 0
-    """Last ``order`` that was carried out."""
+    """Last ``order`` carried out."""
     done_turn: int = 0
-    """Last ``turn_order`` that was carried out."""
+    """Last ``turn_order`` carried out."""
     refused: str = ""
     """Reason why order ``done`` was not carried out."""
 
@@ -110,12 +110,12 @@ class EngineRow:
 
     @property
     def fits(self) -> int:
-        """Workers that it is to have, or keeps where it did not start with others."""
+        """Wanted workers, or its current ones if it failed to start with the wanted number."""
         return self.workers if self.is_refused and self.workers else self.wanted_workers
 
     @property
     def is_present(self) -> bool:
-        """True if it is to have a process."""
+        """True if it should have a process."""
         has_served = self.workers not in (0, self.wanted_workers)
         return self.wanted and self.turn is not EngineTurn.AWAY and (has_served or not self.is_refused)
 
@@ -126,16 +126,16 @@ class EngineRow:
 
     @property
     def has(self) -> WeightsVersion | None:
-        """The model's own weights that this start of it has proven to have."""
+        """Version of the model's own weights proven by its current start."""
         return self.proven(BASE)
 
     def proven(self, what: str) -> WeightsVersion | None:
-        """Version of ``BASE``, or of an adapter, that this start of it has proven to have."""
+        """Return the version of ``BASE`` or an adapter proven by its current start; None without one."""
         serves = self.state is EngineStatus.SERVING
         return next((w.version for w in self.weights if w.what == what and serves and w.start == self.start), None)
 
     def with_weights(self, what: str, version: WeightsVersion | None) -> EngineRow:
-        """Row once this start of it has proven ``version``; None: once it has lost all its weights."""
+        """Return the row after its current start proved ``version``; None: after it lost all weights."""
         others = (w for w in self.weights if w.what != what and w.start == self.start)
         weights = () if version is None else (*others, ProvenWeights(what, version, self.start))
         return change(self, "delivered", weights=tuple(sorted(weights)))
@@ -149,11 +149,11 @@ COLUMNS: Mapping[ColumnOwner, frozenset[str]] = {
 
 
 class Forbidden(ValueError):
-    """A change of a row that the table does not have."""
+    """A change of a row that ``EVENTS`` does not allow."""
 
 
 class _Rule(NamedTuple):
-    """One event: who may write which columns in which states, and what must hold of the row before and after it."""
+    """Rule of one event: writer, columns, states, and a condition on the old and new row."""
 
     writer: ColumnOwner
     of: frozenset[EngineStatus]
@@ -186,8 +186,7 @@ EVENTS: Mapping[str, _Rule] = {
     "held": _rule(_T, "*", "", "holds_for", lambda o, n: not o.holds_for and bool(o.weights)),
     "freed": _rule(_T, "*", "", "holds_for", lambda o, n: not n.holds_for),
 }
-"""Event -> its rule. The beginning and the end of a row are none: ``megarl scale`` and the start of a job insert rows,
-the supervisor deletes them."""
+"""Event -> its rule. Inserts (by ``megarl scale`` and a job's start) and deletes (by the supervisor) are no events."""
 
 
 def change(row: EngineRow, event: str, **values: Any) -> EngineRow:
@@ -205,53 +204,53 @@ def change(row: EngineRow, event: str, **values: Any) -> EngineRow:
 
 @dataclass(frozen=True)
 class Fleet:
-    """Rows as one look into the store has found them."""
+    """Engine rows from one read of the store."""
 
     rows: Sequence[EngineRow]
     alive: Collection[str] | None = None
-    """Programs that give heartbeats, where the engines are other jobs'; None: the engines are the job's own."""
+    """Programs with heartbeats, for engines of other jobs; None for the job's own engines."""
 
     def __iter__(self) -> Iterator[EngineRow]:
         return (row for row in self.rows if self.alive is None or row.program in self.alive)
 
     def present(self) -> list[EngineRow]:
-        """Engines that are to have a process, and have a place."""
+        """Return the engines that should have a process and have a URL."""
         return [row for row in self if row.is_present and row.url]
 
     def to_join(self, *, begun: bool, together: bool = False) -> list[EngineRow]:
-        """Engines that weights are delivered to.
+        """Return the engines to which weights are delivered.
 
         Args:
-            begun: Weights were delivered before: then engines that are starting are left out while others serve.
-            together: All come and go at once, and are waited for.
+            begun: True if weights were delivered before: starting engines are then skipped while others serve.
+            together: True if all engines start and stop together; all are then included.
         """
         here = [row for row in self.present() if row.turn is EngineTurn.HERE]
         serving = [row for row in here if row.state is EngineStatus.SERVING]
         return here if together or not begun else serving or here
 
     def behind(self, version: WeightsVersion) -> list[EngineRow]:
-        """Engines that are to be given ``version``: none that keeps another one."""
+        """Return the engines to update to ``version``, without those that keep another version."""
         return [row for row in self.to_join(begun=True) if row.has != version and not (row.holds_for and row.has)]
 
     def usable(self, oldest: WeightsVersion | None, rollout: str = "") -> list[EngineRow]:
-        """Engines that may be asked for tokens of weights that are not older: those that keep theirs for ``rollout``,
-        or, where it is empty, those that keep none.
+        """Return the engines with weights not older than ``oldest``: those reserved for ``rollout``, or, if empty,
+        those not reserved.
 
-        A look of long ago does no harm: a start never has older weights than it had, and refuses until it has some.
+        Outdated rows are safe: a start's weights never get older, and it refuses until it has some.
         """
         here = (row for row in self if row.is_present and row.turn is EngineTurn.HERE and row.holds_for == rollout)
         return [row for row in here if oldest is None or (row.has is not None and row.has >= oldest)]
 
     def to_hold(self, count: int, version: WeightsVersion) -> list[EngineRow]:
-        """The first ``count`` engines that have this version, so that one at least is left for training.
+        """Return up to ``count`` engines with this version, leaving at least one for training.
 
-        ``megarl scale`` ends the last ones first: an evaluation goes on until none but its own engines would be left.
+        The first ones are chosen because ``megarl scale`` ends the last ones first.
         """
         having = [row for row in self if row.is_present and row.has == version and not row.holds_for]
         return having[: min(count, len(having) - 1)] if having else []
 
     def ended(self) -> list[EngineRow]:
-        """Rows to delete."""
+        """Return the rows to delete."""
         return [e for e in self if not e.wanted and e.state is EngineStatus.ABSENT and e.done == e.order]
 
 
@@ -259,13 +258,14 @@ class Fleet:
 
 
 def scaled(rows: Sequence[EngineRow], number: int, workers: int | None = None) -> list[EngineRow]:
-    """Rows after an order for so many engines; those with the highest numbers go first, and come back last.
+    """Return the rows after an order for ``number`` engines; engines with the highest numbers are removed first and
+    restored last.
 
     Args:
         rows: Engines of a job by number.
-        workers: Of each engine; None leaves them as they are.
+        workers: Workers of each engine; None keeps the current number.
 
-    Raises ValueError where the job has registered none, or ``number`` is below 1.
+    Raises ValueError if the job has registered no engines, or ``number`` is below 1.
     """
     if number < 1:
         raise ValueError(f"{number} engines: a job has one or more")
@@ -288,38 +288,38 @@ def scaled(rows: Sequence[EngineRow], number: int, workers: int | None = None) -
 
 
 class EngineProcess(NamedTuple):
-    """An engine's process as its supervisor knows it."""
+    """Supervisor's record of an engine's process."""
 
     workers: int
     served: bool = False
-    """It has listened."""
+    """True once it has listened."""
     ended: str = ""
-    """"signal", "itself", or "node" where its node is gone; empty while it lives."""
+    """Cause of its end: "signal", "itself", or "node" for a lost node; empty while it lives."""
     why: str = _ENDED
-    """Reason where it ended before it served."""
+    """Reason of an end before it served."""
 
 
 class EngineAction(NamedTuple):
     """One step of the supervisor."""
 
     what: str
-    """start, end, clear (what is left of a dead one), fail (the attempt), remove (the row), or write."""
+    """start, end, clear (remains of a dead engine), fail (the attempt), remove (the row), or write."""
     number: int
     event: str = ""
     values: Mapping[str, Any] = {}
     workers: int = 0
-    """Workers that a start is to have."""
+    """Workers of a start."""
     left: int = 0
-    """Replacements that are left after this one."""
+    """Replacements left after this action."""
     why: str = ""
     """Reason of a failure."""
     used_up: bool = False
-    """The failure is that no replacement is left."""
+    """True if the failure is that no replacement is left."""
 
 
 @dataclass
 class Replacements:
-    """Starts of what has died that are left until the next step (``cluster.replacements``)."""
+    """Restarts of dead processes left until the next step (``cluster.replacements``)."""
 
     all: int
     left: int = field(init=False)
@@ -329,7 +329,7 @@ class Replacements:
         self.left = self.all
 
     def take(self, name: str) -> bool:
-        """Use one up; return False where none is left."""
+        """Use one up; return False if none is left."""
         if self.left < 1:
             return False
         self.left -= 1
@@ -337,7 +337,7 @@ class Replacements:
         return True
 
     def refill(self) -> None:
-        """Have all again."""
+        """Restore the full number."""
         self.left = self.all
         self.used.clear()
 
@@ -349,14 +349,14 @@ def decide(
     *,
     stopping: bool = False,
 ) -> list[EngineAction]:
-    """Say what the supervisor does now, having read these rows. Actions on one engine are in order.
+    """Return the supervisor's next actions for these rows. Actions on one engine are in order.
 
-    Engines get other workers one after another, once all others serve and one of them has weights. Engines that are
-    added wait for that.
+    Changes of worker numbers run one engine at a time, while all others serve and one has weights. Added engines wait
+    for them.
 
     Args:
-        processes: Number of an engine -> its last process, unless it was ended or cleared.
-        stopping: The job ends: none is started.
+        processes: Number of an engine -> its last process, unless ended or cleared.
+        stopping: True if the job ends: no engine is started.
     """
     rows = list(rows)
     found: list[EngineAction] = []
@@ -366,7 +366,7 @@ def decide(
         return [_fail(refused, f"does not start, and no other one is wanted: {refused.refused}")]
     started = [row for row in counted if row.number in processes]
     unfit = [row for row in counted if is_unfit(row, processes.get(row.number)) and not stopping]
-    unfit.sort(key=lambda row: row.has is not None)  # those without weights first: nobody waits for them
+    unfit.sort(key=lambda row: row.has is not None)  # engines without weights first: they serve no request
     for row in rows:
         process = processes.get(row.number)
         done = {"done": row.order, "done_turn": row.turn_order}
@@ -413,7 +413,7 @@ def decide(
 
 
 def is_unfit(row: EngineRow, process: EngineProcess | None) -> bool:
-    """Return True for an engine that lives, and is to have other workers."""
+    """Return True for a living engine whose number of workers must change."""
     if process is None or process.ended or row.turn is not EngineTurn.HERE:
         return False
     return process.workers != row.fits
@@ -426,7 +426,7 @@ def _alone_has_weights(row: EngineRow, rows: Sequence[EngineRow]) -> bool:
 
 
 def _refused_alike(row: EngineRow, rows: Sequence[EngineRow]) -> EngineRow | None:
-    """Return an engine that keeps its workers, since it did not start with those that this one is to have."""
+    """Return an engine that failed to start with the same wanted workers and kept its own; None without one."""
     keeping = (other for other in rows if other.is_refused and other.fits != other.wanted_workers)
     alike = (other for other in keeping if other is not row and other.wanted_workers == row.wanted_workers)
     return next(alike, None) if row.workers and not row.is_refused else None
@@ -435,8 +435,8 @@ def _refused_alike(row: EngineRow, rows: Sequence[EngineRow]) -> EngineRow | Non
 def _not_started(
     row: EngineRow, process: EngineProcess, done: Mapping[str, Any], counted: Sequence[EngineRow]
 ) -> list[EngineAction]:
-    """Decide on an engine that ended by itself before it served: it has its earlier workers again, is left out where
-    it came by order and others are there, or ends the attempt."""
+    """Decide on an engine that ended by itself before it served: restart it with its earlier workers, drop it if it was
+    added by order and others exist, or fail the attempt."""
     values = {**done, "refused": process.why}
     clear = EngineAction("clear", row.number)
     if row.workers not in (0, process.workers):
@@ -458,7 +458,7 @@ def _write(row: EngineRow, event: str, values: Mapping[str, Any]) -> EngineActio
 
 
 class WeightsAsked(NamedTuple):
-    """Start and weights of an engine that a request asks for."""
+    """Engine start and weights required by a request."""
 
     start: int
     """0: any start."""
@@ -467,11 +467,11 @@ class WeightsAsked(NamedTuple):
 
 
 def refusal(asked: WeightsAsked, start: int, version: WeightsVersion | None) -> str | None:
-    """Reason why an engine of this start, with these weights, computes no answer; None where it does."""
+    """Return the reason why an engine with this start and weights refuses a request; None if it serves it."""
     if asked.start not in (0, start):
         return f"this is start {start} of the engine, and start {asked.start} was asked"
     if version is None:
-        return None  # weights of files, which the samples name
+        return None  # weights of files, named in the samples
     if asked.oldest is not None and version < asked.oldest:
         return f"weights {version} are older than {asked.oldest}"
     if asked.newest is not None and version > asked.newest:

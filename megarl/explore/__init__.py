@@ -1,4 +1,4 @@
-"""The explorer: workflows, agents and environments make trajectories out of tasks.
+"""The explorer: workflows, agents and environments turn tasks into trajectories.
 
 Code here imports nothing of ``weights``, ``learn`` and ``train``, and no torch. It reads and writes the buffer.
 """

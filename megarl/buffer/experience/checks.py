@@ -1,4 +1,4 @@
-"""Checks of a trajectory before anything is trained on it."""
+"""Checks of a trajectory before it is trained on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import numpy as np
 from megarl.core.schema import Trajectory, Turn
 
 LARGEST_LOGP = 1e-3
-"""Above 0 by rounding alone."""
+"""Largest log-prob that counts as a rounding error above 0."""
 LARGEST_SCORE = 1e30
-"""Bound of a verdict's score: advantages are float32, whose largest number is 3.4e38."""
+"""Bound of a verdict's score: advantages are float32, at most 3.4e38."""
 
 
 def check_trajectory(trajectory: Trajectory, vocab_size: int) -> str | None:
-    """Reason why a trajectory cannot be trained on, or None: every turn is whole and follows an earlier one, and the
-    model wrote at least one, though not the first."""
+    """Return the reason why a trajectory cannot be trained on, or None. Every turn must be whole and follow an earlier
+    one; the model must have written at least one, but not the first."""
     turns = trajectory.turns
     if not any(turn.author == "model" for turn in turns):
         return "no turn is the model's"

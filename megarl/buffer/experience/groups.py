@@ -11,11 +11,11 @@ from megarl.core.schema import GroupStats, RewardStatus
 def group_stats(rewards: Sequence[float]) -> GroupStats:
     """Mean and unbiased standard deviation in float64, the same for every order of ``rewards``.
 
-    An all-equal group has std exactly 0 and that very value as its mean, where rounding would leave a residue that a
-    division by std + 1e-6 turns into a signal. A group of one has std 0.
+    An all-equal group has std exactly 0 and its reward as mean: a rounding residue divided by std + 1e-6 would become a
+    signal. A group of one has std 0.
 
     Raises:
-        ValueError: for an empty group, a reward that is not finite, or rewards whose variance overflows.
+        ValueError: the group is empty, a reward is not finite, or the variance overflows.
     """
     values = [float(r) for r in rewards]
     if not values:
@@ -33,10 +33,10 @@ def group_stats(rewards: Sequence[float]) -> GroupStats:
 
 
 def is_zero_variance(statuses: Sequence[RewardStatus]) -> bool:
-    """Return True if a group's accuracy is 0 or 1 (dynamic sampling: it is then replaced before training).
+    """Return True if a group's accuracy is 0 or 1; dynamic sampling then replaces the group before training.
 
-    The accuracy, not the score: length and format shaping vary scores among answers that are all right or all wrong.
-    Verdicts that are missing (error, timeout) count as not right.
+    Scores are not compared, because length and format shaping vary them in all-right or all-wrong groups. Missing
+    verdicts (error, timeout) count as not right.
     """
     right = sum(status == "ok" for status in statuses)
     return right in (0, len(statuses))

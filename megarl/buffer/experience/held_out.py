@@ -1,7 +1,7 @@
-"""Accuracy on held-out tasks with n answers each: avg@n, pass@k, standard errors, and verl's names for what it has too.
-Beside it the mean score, over answers that have a verdict.
+"""Metrics of held-out tasks with n answers each: accuracy, avg@n, pass@k, standard errors, and the mean score of
+answers with a verdict. Metrics that verl has too use verl's names.
 
-Answers to one task depend on each other, so the standard error is that of the tasks' means (clustered by task):
+Answers to one task depend on each other, so standard errors are computed from the tasks' means (clustered by task):
 sqrt(sum((x - mean)^2) / (N (N - 1))) over N tasks.
 
 Shape legend: N tasks, n answers to each of them.
@@ -28,11 +28,11 @@ class TaskScores:
     number: np.ndarray
     """int64 [N]"""
     graded: bool
-    """True if any score is neither 1 for a right answer nor 0 for a wrong one."""
+    """True if any score differs from 1 for a right answer or 0 for a wrong one."""
 
     @classmethod
     def of(cls, answers: Sequence[Trajectory], tasks: Sequence[str]) -> TaskScores:
-        """Add up the scores of some answers."""
+        """Add up the scores of ``answers``."""
         number = {task: i for i, task in enumerate(tasks)}
         judged = [e for e in answers if e.reward.status not in NO_VERDICT]
         at = np.array([number[e.task_id] for e in judged], dtype=np.int64)
@@ -45,7 +45,7 @@ class TaskScores:
         return TaskScores(self.total + other.total, self.number + other.number, self.graded or other.graded)
 
     def mean(self, which: np.ndarray | slice = slice(None)) -> float | None:
-        """Mean score of the answers to some tasks; None without a verdict."""
+        """Return the mean score of the answers to some tasks; None without a verdict."""
         number = int(self.number[which].sum())
         return float(self.total[which].sum()) / number if number else None
 
@@ -68,13 +68,13 @@ def pass_at(k: int, right: np.ndarray, n: int) -> np.ndarray:
 
 
 def sizes(n: int) -> Iterator[int]:
-    """k of pass@k: 2, 4, 8, ... and n itself, as verl's best@k."""
+    """Yield the k of pass@k: 2, 4, 8, ... and n, as verl's best@k."""
     yield from (2**i for i in range(1, n.bit_length()) if 2**i < n)
     yield n
 
 
 def source_metrics(right: np.ndarray, scores: TaskScores, n: int, sources: Sequence[str]) -> dict[str, float]:
-    """Mean score, and accuracy and mean score of each data source (``sources`` [N]: each task's)."""
+    """Return the mean score, and accuracy and mean score of each data source (``sources`` [N]: each task's)."""
     metrics: dict[str, float | None] = {"val/score": scores.mean()}
     for source in sorted(set(sources)):
         mine = np.array([s == source for s in sources])
@@ -87,7 +87,7 @@ def accuracy_by_source(right: np.ndarray, n: int, labels: Sequence[str]) -> dict
     """Accuracy and number of tasks of each source; {} for a single one.
 
     Args:
-        labels: [N], of each task: the name of its file where ``taskset.eval`` has several, else its data source.
+        labels: [N]: each task's file name if ``taskset.eval`` has several files, else its data source.
     """
     if len(set(labels)) < 2:
         return {}
@@ -96,7 +96,7 @@ def accuracy_by_source(right: np.ndarray, n: int, labels: Sequence[str]) -> dict
 
 
 def sampled_metrics(right: np.ndarray, n: int, sources: Sequence[str]) -> dict[str, float]:
-    """Metrics of n > 1 answers to each task beside the accuracy; ``sources`` [N]: each task's data source."""
+    """Return metrics of n > 1 answers to each task, except the accuracy; ``sources`` [N]: each task's data source."""
     shares = {"accuracy": right / n} | {f"pass@{k}": pass_at(k, right, n) for k in sizes(n)}
     errors = {f"val/{name}_se": standard_error(values) for name, values in shares.items()}
     metrics = {f"val/{name}": float(values.mean()) for name, values in shares.items() if name != "accuracy"}

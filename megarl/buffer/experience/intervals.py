@@ -1,8 +1,8 @@
 """Confidence intervals of means over tasks: 95 %, and of paired differences between two models.
 
-Answers to one task depend on each other, so a task is one observation: its mean over the answers. The interval is
-Student's t with the standard error of the tasks' values. Where every value is 0 or 1 it is Wilson's, which stays right
-at few tasks and at the ends.
+Answers to one task depend on each other, so the mean of a task's answers is one observation. The interval is Student's
+t with the standard error of the tasks' values. If every value is 0 or 1 it is Wilson's, which stays valid for few tasks
+and near 0 and 1.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Interval:
 
     mean: float
     low: float | None
-    """None where all values are equal, and neither 0 nor 1: a spread of 0 would claim too much."""
+    """None if all values are equal and neither 0 nor 1: an interval of width 0 would claim too much."""
     high: float | None
     tasks: int
 
     @property
     def excludes_zero(self) -> bool:
-        """True if the interval has 0 on neither side."""
+        """True if the whole interval is above 0 or below 0."""
         return self.low is not None and self.high is not None and (self.low > 0 or self.high < 0)
 
 
@@ -64,14 +64,14 @@ def t_quantile(freedom: int) -> float:
 
 
 def interval(values: np.ndarray) -> Interval:
-    """Mean of the tasks' ``values`` [N], all from 0 to 1 or scores."""
+    """Return the mean of the tasks' ``values`` [N] with its interval."""
     if bool(np.isin(values, (0.0, 1.0)).all()):
         return _wilson(int(values.sum()), len(values))
     return _student(values)
 
 
 def paired(first: np.ndarray, second: np.ndarray) -> Interval:
-    """Mean of ``second`` - ``first`` [N] on the same tasks."""
+    """Return the mean of ``second`` - ``first`` [N] on the same tasks, with its interval."""
     return _student(second - first)
 
 

@@ -1,7 +1,7 @@
-"""Accuracy of the answer that most of k samples give, as an expectation over all choices of k among n samples.
+"""Accuracy of a majority vote of k samples, as an expectation over all choices of k among n samples.
 
-A choice is without replacement, as in pass@k. Samples that give no answer do not vote. Of several answers that are
-given most often each is taken with the same probability; where nobody votes, nothing is right.
+Choices are without replacement, as in pass@k. Samples without an answer do not vote. Ties are broken with equal
+probability; without votes the result is wrong.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from functools import lru_cache
 
 
 def majority_at(k: int, votes: Sequence[tuple[int, int]], n: int) -> float:
-    """Probability that the majority of k of n samples is right. Exact: integers are counted, not draws.
+    """Probability that the majority of k of n samples is right. Exact, by integer counting.
 
     Args:
-        votes: (times that an answer was given, right ones of them) of each answer; the other samples gave none.
+        votes: (samples with this answer, right ones among them) for each answer; the other samples gave none.
     """
     counts = tuple(sorted(count for count, _ in votes))
     silent = n - sum(counts)
@@ -34,8 +34,8 @@ def _without(counts: tuple[int, ...], one: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _wins(k: int, count: int, others: tuple[int, ...], silent: int) -> Fraction:
-    """Number of choices of k samples in which an answer that ``count`` of them give is the majority; a tie of t answers
-    counts 1/t."""
+    """Return the number of choices of k samples won by an answer that ``count`` samples give; a tie of t answers counts
+    1/t."""
     total = Fraction(0)
     for chosen in range(1, min(count, k) + 1):
         # ways[samples taken of others][answers that tie], with no other answer chosen more often than this one
@@ -49,7 +49,7 @@ def _wins(k: int, count: int, others: tuple[int, ...], silent: int) -> Fraction:
 
 
 def _with_answer(ways: dict[tuple[int, int], int], size: int, most: int, room: int) -> dict[tuple[int, int], int]:
-    """Choices with up to ``most`` further samples, those of an answer that ``size`` samples give."""
+    """Return the choices with up to ``most`` further samples from an answer that ``size`` samples give."""
     found: dict[tuple[int, int], int] = {}
     for (taken, ties), number in ways.items():
         for more in range(min(size, most, room - taken) + 1):

@@ -1,9 +1,9 @@
-"""Operators between raw and verified experiences: each looks at a whole group and says what becomes of its members.
+"""Operators on whole groups before training: each keeps, excludes or re-scores the group's members.
 
 ``buffer.operators`` names them in their order. An operator is ``operate(members, **settings)``, which returns for each
-member None (it stays as it is), a text (it is excluded, with that as the reason), or a ``Reward`` (which replaces its
-own). It must be a pure function: every trainer rank calls it, and a replayed group meets it again. A member that is
-excluded is not seen by later operators, is in no loss, and counts in no statistics of its group.
+member None (unchanged), a text (excluded for this reason), or a ``Reward`` (a replacement). It must be a pure function:
+every trainer rank calls it, and again for a replayed group. An excluded member is hidden from later operators and left
+out of the loss and its group's statistics.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from megarl.tasks import ChatTokenizer
 
 Ruling = str | Reward | None
 EndName = Literal["finished", "truncated", "repetition"]
-"""Ends of the policy; members of others have no verdict."""
+"""Ends caused by the policy; members with other ends have no verdict."""
 SETTING = "buffer.operators"
 REASON = re.compile(r"[a-z][a-z0-9_]*")
 """Form of a reason, which is part of a metric's name."""
 
 
 class Member(NamedTuple):
-    """A trajectory as operators see it."""
+    """A trajectory as operators get it."""
 
     trajectory: Trajectory
     text: str
-    """Its last response, without special tokens."""
+    """Last response, without special tokens."""
 
     @property
     def reward(self) -> Reward:
-        """The verdict with the rewards of form; those for length come after all operators."""
+        """Verdict with the rewards of form; length rewards are added after all operators."""
         return self.trajectory.reward
 
 
@@ -87,10 +87,10 @@ def degenerate(
     (``language``).
 
     Args:
-        max_repetition: Largest share of n-grams that came before (``reward.repetition``).
+        max_repetition: Largest share of repeated n-grams (``reward.repetition``).
         ngram: Words of such an n-gram.
-        language: None looks at none.
-        min_language: Least share of words in it (``reward.language``).
+        language: Required language; None allows all.
+        min_language: Least share of words in ``language`` (``reward.language``).
     """
 
     def ruling(text: str) -> str | None:
@@ -108,7 +108,7 @@ def degenerate(
 def length(
     members: Sequence[Member], *, min_tokens: NonNegative = 0, max_tokens: NonNegative | None = None
 ) -> list[Ruling]:
-    """Exclude trajectories with fewer or more sampled tokens: ``too_short``, ``too_long``."""
+    """Exclude trajectories with fewer (``too_short``) or more (``too_long``) sampled tokens."""
     most = math.inf if max_tokens is None else max_tokens
 
     def ruling(tokens: int) -> str | None:
@@ -118,7 +118,7 @@ def length(
 
 
 def quality(members: Sequence[Member], *, part: str | None = None, min_score: Number = 0.0) -> list[Ruling]:
-    """Exclude, as ``low_quality``, what a rule or a judge has given less than ``min_score``.
+    """Exclude members scored below ``min_score`` by a rule or judge, as ``low_quality``.
 
     Args:
         part: Part of the reward; None is the whole. A member without that part stays.
@@ -128,15 +128,15 @@ def quality(members: Sequence[Member], *, part: str | None = None, min_score: Nu
 
 
 def variance(members: Sequence[Member], *, min_std: Coefficient = 0.0) -> list[Ruling]:
-    """Exclude a whole group, as ``low_variance``, whose rewards have a standard deviation (unbiased) of ``min_std`` or
-    less."""
+    """Exclude a whole group, as ``low_variance``, if the unbiased standard deviation of its rewards is at most
+    ``min_std``."""
     found = group_stats([member.reward.score for member in members])
     return ["low_variance" if found.std <= min_std else None] * len(members)
 
 
 def diversity(members: Sequence[Member], *, min_distinct: UnitInterval = 0.5, ngram: Count = 1) -> list[Ruling]:
-    """Exclude a whole group, as ``uniform``, whose texts have less than ``min_distinct`` different n-grams for each
-    n-gram (distinct-n, 1510.03055 section 4.3). Words are what white space parts."""
+    """Exclude a whole group, as ``uniform``, if its share of distinct n-grams is below ``min_distinct`` (distinct-n,
+    1510.03055 section 4.3). White space separates words."""
     words = [member.text.split() for member in members]
     found = [tuple(own[i : i + ngram]) for own in words for i in range(len(own) - ngram + 1)]
     uniform = bool(found) and len(set(found)) / len(found) < min_distinct
@@ -149,7 +149,7 @@ def relabel(
     status: dict[Literal["ok", "wrong"], float] | None = None,
     end: dict[EndName, float] | None = None,
 ) -> list[Ruling]:
-    """Replace scores by the status of the verdict, or the end of the trajectory, which comes first. Statuses stay.
+    """Replace scores according to the trajectory's end, else the verdict's status. Statuses stay.
 
     Args:
         status: Status -> score.
@@ -174,7 +174,7 @@ OPERATORS: dict[str, Callable[..., Sequence[Ruling]]] = {
     "diversity": diversity,
     "relabel": relabel,
 }
-"""By the names of ``buffer.operators``; another name needs ``file``, a Python file with ``operate``."""
+"""Operators by their name in ``buffer.operators``; other names need ``file``, a Python file with ``operate``."""
 
 
 class Operators:
@@ -189,10 +189,10 @@ class Operators:
         self._tokenizer = ChatTokenizer.of(config) if self._operators else None
 
     def apply(self, group: Sequence[Trajectory]) -> Operated:
-        """Let each operator rule over the members that those before it have left.
+        """Apply each operator to the members that earlier operators left.
 
         Raises:
-            DataError: an operator failed, or ruled otherwise than it may.
+            DataError: an operator failed, or returned an invalid ruling.
         """
         kept, excluded = list(group), dict[int, str]()
         if self._tokenizer is None or not kept:
@@ -213,7 +213,7 @@ class Operators:
 
 
 def operators_of(settings: Mapping[str, Any]) -> list[tuple[str, Operate, dict[str, Any]]]:
-    """(name, function, settings) of every operator, in their order. Raises ConfigError as ``Operators`` does."""
+    """Return (name, function, settings) of every operator, in order. Raises ConfigError as ``Operators`` does."""
     return [(name, *_operator(name, given)) for name, given in settings.items()]
 
 
@@ -259,7 +259,7 @@ def _operator(name: str, settings: Any) -> tuple[Operate, dict[str, Any]]:
 
 
 def _checked(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings of one of ``OPERATORS``, of the types and within the bounds of its function's keywords."""
+    """Return the settings of one of ``OPERATORS``, checked against the types and bounds of its function's keywords."""
     keywords = list(inspect.signature(OPERATORS[name]).parameters.values())[1:]
     hints = get_type_hints(OPERATORS[name], include_extras=True)
     kind = dataclasses.make_dataclass(

@@ -1,6 +1,6 @@
-"""Rewards of a rollout, from the verdicts of single answers to the statistics of whole groups. Pure functions.
+"""Rewards of a rollout, from verdicts of single answers to group statistics. Pure functions.
 
-In this order, each stage once:
+Stages, in this order:
 
 1. a verifier's verdict and the weights of form, repetition and language (``rewards.verdict.weighed``, as each answer
   ends);
@@ -37,22 +37,22 @@ MESSAGES = 5
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Counts of a rollout's groups, kept and dropped. A group is dropped whole: the others' statistics stay what they
-    are."""
+    """Counts of a rollout's kept and dropped groups. Groups are dropped whole, so other groups' statistics do not
+    change."""
 
     groups: int
     dropped: dict[str, int]
     """Reason -> number of groups."""
     ends: dict[str, int]
-    """``End`` -> number of trajectories, before anything is dropped. Greedy ones are not counted."""
+    """``End`` -> number of trajectories, before groups are dropped; greedy answers excluded."""
     messages: tuple[str, ...]
-    """Reasons: the first few different texts, each with its first group and how many groups more it befell."""
+    """First few distinct reasons, each with its first group and the number of further groups."""
     excluded: dict[str, int] = dataclasses.field(default_factory=dict)
-    """Reason -> number of members that were left out of groups that were kept."""
+    """Reason -> number of members excluded from kept groups."""
 
     @property
     def kept(self) -> int:
-        """Number of groups that were kept."""
+        """Number of kept groups."""
         return self.groups - sum(self.dropped.values())
 
     def __add__(self, other: Report) -> Report:
@@ -68,12 +68,12 @@ class Report:
 
 class Verified(NamedTuple):
     trajectories: list[Trajectory]
-    """Groups, in the order given, without their excluded members."""
+    """Kept groups, in the given order, without excluded members."""
     report: Report
     dropped: dict[str, str]
-    """Id of a group that was left out -> reason."""
+    """Id of a dropped group -> reason."""
     excluded: dict[tuple[str, int], str]
-    """(group id, index) of a member of a group that was kept -> reason why it was not."""
+    """(group id, index) of an excluded member of a kept group -> reason."""
 
 
 def _untouched(group: Sequence[Trajectory]) -> Operated:
@@ -93,16 +93,16 @@ def verify(
 ) -> Verified:
     """Check every group, settle missing verdicts by ``reward.on_error``, apply operators and shape the scores.
 
-    A group with an invalid trajectory, a missing member or (``drop``) a missing verdict is left out and counted. Under
-    ``mask`` a member without a verdict is excluded instead, and the group keeps its others. A greedy answer is checked,
-    settled and shaped like a member; operators do not see it.
+    A group with an invalid trajectory, a missing member or (``drop``) a missing verdict is dropped and counted. Under
+    ``mask`` only the member without a verdict is excluded. A greedy answer is checked, settled and shaped like a
+    member, but skips operators.
 
     Args:
         operate: ``Operators.apply``.
-        min_members: A group that loses members needs so many to be kept.
-        max_response_tokens: ``rollout.max_response_tokens``, for ``reward.overlong_buffer`` alone.
-        lacks: Says what a group lacks to be whole, beside members; None: nothing.
-        step: Counted from 0, for ``reward.length.warmup_steps`` alone.
+        min_members: Fewest members that a group with excluded members needs to be kept.
+        max_response_tokens: ``rollout.max_response_tokens``, only for ``reward.overlong_buffer``.
+        lacks: Returns what a group lacks to be whole, besides members, or None.
+        step: Counted from 0, only for ``reward.length.warmup_steps``.
     """
     dropped: dict[str, str] = {}
     faults: dict[str, list[str]] = {}
@@ -132,7 +132,7 @@ def verify(
 
 
 def by_group(trajectories: Sequence[T]) -> list[list[T]]:
-    """Trajectories, or their outcomes, by group id; groups in the order of their first member."""
+    """Return trajectories, or their outcomes, by group; groups in the order of their first member."""
     groups: dict[str, list[T]] = {}
     for trajectory in trajectories:
         groups.setdefault(trajectory.group_id, []).append(trajectory)
@@ -140,10 +140,10 @@ def by_group(trajectories: Sequence[T]) -> list[list[T]]:
 
 
 def shaped(trajectory: Trajectory, config: RewardConfig, max_response_tokens: int | None) -> Trajectory:
-    """Add DAPO's penalty for its length to the score, and under ``overlong`` in its parts; the status stays what it is.
+    """Add DAPO's length penalty to a trajectory's score, and as part ``overlong``; the status stays.
 
-    The length is that of the model's last turn: the limit is one response's, and turns before it had their own.
-    What has no verdict keeps the 0 of ``on_error=zero``.
+    The length is the last model turn's, because the limit applies to each response. A trajectory without a verdict
+    keeps the 0 of ``on_error=zero``.
     """
     if config.overlong_buffer is None:
         return trajectory
@@ -155,9 +155,8 @@ def shaped(trajectory: Trajectory, config: RewardConfig, max_response_tokens: in
 
 
 def length_rewarded(group: Sequence[Trajectory], config: LengthConfig, step: int) -> list[Trajectory]:
-    """Add k1.5's reward for being short among the members of one whole group, under ``length`` in their parts; from
-    ``warmup_steps`` on. A greedy answer is left as it is: it is no member. So is what has no verdict, and it is
-    compared with nobody."""
+    """Add k1.5's reward for being short among the members of one whole group, as part ``length``; from ``warmup_steps``
+    on. Greedy answers and trajectories without a verdict are unchanged and not compared."""
     if not config.weight or step < config.warmup_steps:
         return list(group)
     judged = [e for e in group if not _lacks_verdict(e)]
@@ -175,9 +174,9 @@ def _with_part(trajectory: Trajectory, name: str, value: float, weight: float) -
 
 
 def split_by_accuracy(groups: Sequence[list[Trajectory]]) -> tuple[list[list[Trajectory]], dict[str, str]]:
-    """Dynamic sampling: the groups with right and wrong answers, and the others' ids: ``all_right`` or ``all_wrong``.
+    """Return the groups with both right and wrong answers, and the other groups' id -> ``all_right`` or ``all_wrong``.
 
-    Decided by the verdicts' statuses: scores vary by shaping too.
+    Used by dynamic sampling. Verdict statuses decide, because shaping varies scores too.
     """
     kept: list[list[Trajectory]] = []
     left_out: dict[str, str] = {}
@@ -190,9 +189,9 @@ def split_by_accuracy(groups: Sequence[list[Trajectory]]) -> tuple[list[list[Tra
 
 
 def shuffle_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Trajectory]:
-    """A control experiment: all rewards of a rollout permuted, so that they are independent of the responses.
+    """Permute all rewards of a rollout, as a control experiment: they become independent of the responses.
 
-    Groups come back in the order of their first member.
+    Groups are returned in the order of their first member.
     """
     order = np.random.default_rng(seed).permutation(len(trajectories))
     pairs = zip(trajectories, order, strict=True)
@@ -201,8 +200,7 @@ def shuffle_rewards(trajectories: Sequence[Trajectory], seed: int) -> list[Traje
 
 
 def add_model_scores(trajectories: Sequence[Trajectory], scores: Sequence[float], coef: float) -> list[Trajectory]:
-    """Add ``coef`` times a reward model's score of the whole answer to each reward, and the score under ``model`` to
-    its parts."""
+    """Add ``coef`` times a reward model's score to each reward, and the unscaled score as part ``model``."""
     return [
         dataclasses.replace(
             e,
@@ -215,7 +213,7 @@ def add_model_scores(trajectories: Sequence[Trajectory], scores: Sequence[float]
 
 
 def with_group_stats(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
-    """Attach to each trajectory the statistics of its group's scores. Groups come back in the order of their first
+    """Attach to each trajectory the statistics of its group's scores. Groups are returned in the order of their first
     member."""
     return [
         dataclasses.replace(trajectory, group_stats=stats)
@@ -236,7 +234,7 @@ def _lacks_verdict(trajectory: Trajectory) -> bool:
 
 
 def _too_few(group_id: str, members: Sequence[Trajectory], reasons: dict[int, str], min_members: int) -> _Fault | None:
-    """A group of which too little is left; the reason is the one that most members were excluded for."""
+    """Return the fault of a group with too few members left, with the most frequent reason of exclusion; else None."""
     if not reasons or len(members) >= min_members:
         return None
     [(reason, _)] = Counter(reasons[index] for index in sorted(reasons)).most_common(1)
@@ -279,19 +277,19 @@ def _group_fault(
 
 
 def lacks_reward(trajectory: Trajectory, config: RewardConfig) -> bool:
-    """Return True for a trajectory without a verdict that ``reward.on_error`` does not settle: it is not trained, and
-    under ``drop`` neither is its group."""
+    """Return True for a trajectory without a verdict that ``reward.on_error`` does not settle: it is not trained on;
+    under ``drop`` its group is not either."""
     settled = trajectory.end.by_reward and config.on_error == "zero"
     return trajectory.reward.status in NO_VERDICT and not settled
 
 
 def _same_group(first: Trajectory, other: Trajectory) -> bool:
-    """First turns may differ: an agent writes its own prompts."""
+    """Return True for members of one group. First turns may differ, because agents write their prompts."""
     return other.group_size == first.group_size and other.task_id == first.task_id
 
 
 def _settled(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
-    """Under ``on_error=zero``: the score becomes 0, the status keeps saying why."""
+    """Set a missing score to 0 under ``on_error=zero``; the status stays."""
     if trajectory.greedy is not None:
         trajectory = dataclasses.replace(trajectory, greedy=_settled(trajectory.greedy, config))
     if not _lacks_verdict(trajectory):
@@ -301,7 +299,7 @@ def _settled(trajectory: Trajectory, config: RewardConfig) -> Trajectory:
 
 
 def _check_score(trajectory: Trajectory) -> str | None:
-    """A verdict whose score is not finite, or overflows in the advantages, would spoil those of its whole group."""
+    """Return the fault of a score that is not finite or would overflow its group's advantages; else None."""
     score = trajectory.reward.score
     if _lacks_verdict(trajectory) or abs(score) <= LARGEST_SCORE:
         return None

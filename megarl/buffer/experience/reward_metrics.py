@@ -11,7 +11,7 @@ from megarl.rewards.verdict import FAILURES
 
 
 def part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """``reward/parts/<part>``: the mean of each part over the answers that have it, unweighted."""
+    """Return ``reward/parts/<part>``: the unweighted mean of each part over the answers with it."""
     parts: dict[str, list[float]] = defaultdict(list)
     for trajectory in trajectories:
         for name, value in trajectory.reward.parts.items():
@@ -20,7 +20,7 @@ def part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def verifier_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of each verifier over all answers that it was asked for, dropped ones too: ``reward/<verifier>/`` +
+    """Return metrics of each verifier over all answers it judged, dropped ones included: ``reward/<verifier>/`` +
     ``answers``, ``error``, ``timeout``, ``retries``, ``kills`` (numbers), ``seconds/…`` in the verifier and
     ``waited_s/…`` for a free worker (mean, max, min)."""
     metrics: dict[str, float] = {}

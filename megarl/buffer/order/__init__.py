@@ -1,1 +1,1 @@
-"""Choice of the tasks, rows and used groups of a step, by ``taskset.order`` and ``buffer.replay``."""
+"""Choice of the tasks, rows and replayed groups of a step, by ``taskset.order`` and ``buffer.replay``."""

@@ -1,7 +1,7 @@
 """Tasks of a step: sources by their weights, and tasks of each source in ``taskset.order``.
 
-The choice is a function of settings, step and seed. That of ``prioritized`` also depends on the groups which earlier
-steps have used, as the store has them.
+The choice is a function of settings, step and seed. With ``prioritized`` it also depends on the groups that earlier
+steps used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.tasks import difficulty_of, source_of, sources_of
 
 
 def tasks_per_step(config: Config) -> int:
-    """Return the number of tasks that a step asks for which replays its whole share."""
+    """Return the number of tasks sampled by a step that replays its full share."""
     groups = config.trainer.tasks_per_step
     return groups - config.buffer.replay.num_groups(groups)
 
@@ -37,7 +37,7 @@ class TaskChoice:
         self._first_spare = 1 + extra
         self._staleness = config.sync.max_staleness
         self.store = store
-        """Store with the tasks, and what became of earlier steps."""
+        """Store with the tasks and the records of earlier steps."""
         self._sources = sources_of(config.taskset, "train")
         self._success: dict[str, float] = {}
         self._read_to = 0
@@ -48,7 +48,7 @@ class TaskChoice:
 
     @cached_property
     def _of_source(self) -> list[list[str]]:
-        """Ids of each source's tasks, by the source's number."""
+        """Task ids of each source, in source order."""
         found: dict[str, list[str]] = {name: [] for name in self._sources}
         for task_id in self._ids:
             found[source_of(task_id) if len(found) > 1 or "" not in found else ""].append(task_id)
@@ -72,11 +72,11 @@ class TaskChoice:
 
     @cached_property
     def _by_difficulty(self) -> list[list[int]]:
-        """Numbers of each source's tasks, the easiest first; equally hard ones in the file's order."""
+        """Numbers of each source's tasks, the easiest first; ties in file order."""
         return [sorted(range(len(ids)), key=lambda i: self._difficulty[ids[i]]) for ids in self._of_source]
 
     def tasks(self, step: int, seed: int, extra: int = 0) -> list[str]:
-        """Ids of the tasks of a step's first rollout, or of its ``extra``-th further one.
+        """Return task ids of a step's first rollout, or of its extra rollout number ``extra``.
 
         Args:
             step: Steps done before it.
@@ -92,8 +92,8 @@ class TaskChoice:
         return [next(chosen[source]) for source in slots]
 
     def with_spare(self, step: int, seed: int, count: int) -> list[str]:
-        """Ids of the tasks of a step's first rollout, and of further ones until there are ``count``: in place of
-        groups that a step replays, where there are too few of them."""
+        """Return task ids of a step's first rollout, and extra ones up to ``count`` if too few groups can be
+        replayed."""
         tasks, extra = self.tasks(step, seed), self._first_spare
         while len(tasks) < count:
             tasks += self.tasks(step, seed, extra)
@@ -101,7 +101,7 @@ class TaskChoice:
         return tasks[:count]
 
     def _stream(self, source: int) -> tuple[int, ...]:
-        """A single file has the stream of jobs from before there were sources."""
+        """Return the random stream of a source; a single file keeps the original stream ``()``."""
         return () if "" in self._sources else (SOURCE, source + 1)
 
     def _of_one(self, source: int, draw: Draw) -> list[str]:
@@ -121,11 +121,11 @@ class TaskChoice:
         return [ids[number] for number in numbers]
 
     def _successes(self, step: int) -> dict[str, float]:
-        """Task id -> share of right responses in its newest group, of those that had been used when the tasks of
-        ``step`` could first be asked for: the same whenever they are."""
-        # In completion order tasks may be asked for that a step further ahead would have.
+        """Return task id -> share of right responses in its newest group. Only groups used before the tasks of ``step``
+        could first be requested count, so the result does not depend on timing."""
+        # In completion order, tasks of a step further ahead may be requested.
         last = min(step - self._staleness, self.store.journal.last_step())
-        if last < self._read_to:  # the run has gone back
+        if last < self._read_to:  # the run was rolled back
             self._success, self._read_to = {}, 0
         if last > self._read_to:
             self._success |= self.store.groups.successes(self._read_to, last)
@@ -133,7 +133,7 @@ class TaskChoice:
         return self._success
 
     def metrics(self, step: int, task_ids: Sequence[str]) -> dict[str, float]:
-        """Metrics of the tasks that a step has asked for; none for one file in shuffled order."""
+        """Return metrics of the tasks of a step; ``{}`` for one file in shuffled order."""
         metrics: dict[str, float] = {}
         if "" not in self._sources:
             counts = Counter(map(source_of, task_ids))

@@ -1,4 +1,4 @@
-"""Orders of the tasks of one source: which of 0 .. size-1 a step takes, a function of its number and the seed."""
+"""Orders of the tasks of one source: the choice from 0 .. size-1 as a function of step and seed."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from megarl.buffer.order.draws import CURRICULUM, PRIORITY, extra_numbers, numbe
 
 @dataclass(frozen=True)
 class Draw:
-    """Part of a step's tasks that one source gives."""
+    """The tasks that a step takes from one source."""
 
     step: int
     """Steps done before this one."""
     start: int
-    """Tasks that the source has given in all steps before."""
+    """Tasks taken from the source by earlier steps."""
     count: int
     extra: int
-    """0 for the step's first rollout, 1, 2, … for those that dynamic sampling adds."""
+    """0 for the step's first rollout; 1, 2, … for rollouts added by dynamic sampling."""
     seed: int
     stream: tuple[int, ...] = ()
-    """Tells sources apart."""
+    """Random stream of the source."""
 
 
 def shuffled(size: int, draw: Draw) -> list[int]:
-    """Every epoch is a new permutation."""
+    """Take tasks from a new permutation in every epoch."""
     first = numbers_from(size, draw.start, draw.count, draw.seed, *draw.stream)
     if not draw.extra:
         return first
@@ -35,16 +35,16 @@ def shuffled(size: int, draw: Draw) -> list[int]:
 
 
 def in_file_order(size: int, draw: Draw) -> list[int]:
-    """Every epoch is the file from its first row to its last."""
+    """Take tasks in file order in every epoch."""
     return [(draw.start + draw.extra * draw.count + i) % size for i in range(draw.count)]
 
 
 def curriculum(by_difficulty: Sequence[int], steps: int, draw: Draw) -> list[int]:
-    """A random choice of the easiest; as ``shuffled`` once ``steps`` steps are done.
+    """Choose randomly from the easiest; as ``shuffled`` after ``steps`` steps.
 
     Args:
         by_difficulty: All numbers, the easiest first.
-        steps: Step s, counted from 1, takes from the easiest s / ``steps``, at least as many as it takes.
+        steps: Step s, counted from 1, chooses from the easiest s / ``steps``, and from at least as many as it takes.
     """
     size = len(by_difficulty)
     if draw.step >= steps:
@@ -55,13 +55,13 @@ def curriculum(by_difficulty: Sequence[int], steps: int, draw: Draw) -> list[int
 
 
 def prioritized(weights: np.ndarray, draw: Draw) -> list[int]:
-    """A random choice in proportion to ``weights`` (float64 [size], above 0), one after the other, none twice."""
+    """Choose randomly in proportion to ``weights`` (float64 [size], above 0), without replacement."""
     random = np.random.default_rng([draw.seed, draw.step, PRIORITY, *draw.stream])
     arrivals = random.standard_exponential(len(weights)) / weights
     return _ranked(np.argsort(arrivals, kind="stable").tolist(), draw)
 
 
 def _ranked(ranking: Sequence[int], draw: Draw) -> list[int]:
-    """The part of a step's ranking that a rollout takes; the extra ones go on behind it."""
+    """Return the part of a step's ranking for a rollout; extra rollouts continue after the first."""
     first = draw.extra * draw.count
     return [ranking[i % len(ranking)] for i in range(first, first + draw.count)]

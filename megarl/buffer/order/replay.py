@@ -1,7 +1,7 @@
-"""Consumed groups that a step trains on again: a function of settings, seed, step and what earlier steps have used.
+"""Consumed groups that a step trains on again: a function of settings, seed, step and earlier use.
 
-A group is first used k = ``sync.max_staleness`` steps or more before it is replayed: the groups that a step samples are
-asked for k steps ahead, and their number follows from that of the replayed ones.
+A group is replayed at the earliest k = ``sync.max_staleness`` steps after its first use: a step's new groups are
+requested k steps ahead, and their number depends on the number of replayed groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Replayed(NamedTuple):
     age: int
     """Steps since its first use."""
     uses: int
-    """Steps that have trained on it, this one included."""
+    """Steps that trained on it, including this one."""
 
 
 class ReplayChoice:
@@ -38,20 +38,19 @@ class ReplayChoice:
         self._store = store
 
     def groups(self, step: int, seed: int, done: int) -> list[Replayed]:
-        """Return the replayed groups of a step, as many as there are of at most ``buffer.replay.share``.
+        """Return the replayed groups of a step, up to ``buffer.replay.share``.
 
-        The result is the same whenever it is called: a step in between that has not been recorded has drawn its groups
-        already, and is drawn again.
+        The result does not depend on the time of the call: unrecorded steps in between are drawn again.
 
         Args:
             step: Steps done before the one that trains on them.
             seed: ``data_seed`` of the run's state.
-            done: Steps that the store has, ``step`` - ``sync.max_staleness`` at least.
+            done: Steps recorded in the store, ``step`` - ``sync.max_staleness`` at least.
         """
         if not self._count:
             return []
         unrecorded: list[Replayed] = []
-        for at in range(min(done, step), step + 1):  # each draw counts the uses of those before it
+        for at in range(min(done, step), step + 1):  # each draw counts the uses of earlier draws
             oldest = at - self._config.max_age
             uses = Counter(self._store.replays.counts(oldest, min(done, at)))
             uses.update(group.group_id for group in unrecorded)
@@ -63,13 +62,13 @@ class ReplayChoice:
 def drawn(
     groups: Sequence[UsedGroup], replays: Mapping[str, int], step: int, count: int, config: ReplayConfig, seed: int
 ) -> list[Replayed]:
-    """Draw up to ``count`` of ``groups`` in proportion to their priority, one after the other, none twice.
+    """Draw up to ``count`` of ``groups`` in proportion to their priority, without replacement.
 
-    Priority: ``decay`` ^ age · (1 - accuracy) ^ ``hardness``. In logarithms, because a product of many would be 0.
+    Priority: ``decay`` ^ age · (1 - accuracy) ^ ``hardness``. Computed in logarithms to avoid underflow.
 
     Args:
-        groups: Candidates, in an order that is always the same.
-        replays: Group id -> steps that have replayed it; none where it is missing.
+        groups: Candidates, in a fixed order.
+        replays: Group id -> steps that have replayed it; 0 if missing.
         step: Steps done before.
     """
     noise = np.random.default_rng([seed, step, REPLAY]).standard_exponential(len(groups))
@@ -85,13 +84,14 @@ def drawn(
 
 
 def oldest_replayed(config: Config, starts: Collection[int]) -> int | None:
-    """First step whose groups a step after one of ``starts`` may replay; None without replay."""
+    """Return the first step whose groups may be replayed after one of ``starts``; None without replay."""
     replay = config.buffer.replay
     return min(starts) - replay.max_age + 1 if replay.share else None
 
 
 def replay_metrics(replayed: Sequence[Replayed], groups: int) -> dict[str, float]:
-    """Metrics of a step that trains on ``groups`` groups, ``replayed`` among them; no ages and uses of none."""
+    """Return metrics of a step with ``groups`` groups, ``replayed`` among them; ages and uses only if any are
+    replayed."""
     metrics = {"replay/share": len(replayed) / max(groups, 1)}
     if replayed:
         ages, uses = [group.age for group in replayed], [group.uses for group in replayed]

@@ -1,4 +1,4 @@
-"""Sources of the tasks of a run: each gets its share of every step, whatever the weights."""
+"""Shares of task sources: each source gets its share of every step, for any weights."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 from megarl.core.errors import ConfigError
 
 MAX_PARTS = 100_000
-"""Most parts that the weights of all sources have together, as whole numbers."""
+"""Largest sum of the sources' weights as whole numbers."""
 
 
 class Shares:
     """Smooth weighted round robin over endless slots, one for each task of a run, in order.
 
-    Among any P slots in a row, P the sum of the weights as smallest whole numbers, a source of weight w has w. So the
-    sources of a step, and how far it has come in each, follow from its number alone.
+    Among any P slots in a row, P the sum of the weights as smallest whole numbers, a source of weight w has w. So a
+    step's number determines its sources and its position in each.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -28,18 +28,18 @@ class Shares:
         self._before = np.concatenate([np.zeros((1, len(parts)), np.int64), taken])
 
     def before(self, slot: int) -> list[int]:
-        """Tasks that each source has in all slots before ``slot``."""
+        """Return the tasks of each source in all slots before ``slot``."""
         rounds, rest = divmod(slot, len(self._order))
         found: list[int] = (rounds * self._before[-1] + self._before[rest]).tolist()
         return found
 
     def of(self, start: int, count: int) -> list[int]:
-        """Number of the source of each of ``count`` slots from ``start``."""
+        """Return the source number of each of ``count`` slots from ``start``."""
         found: list[int] = self._order[np.arange(start, start + count) % len(self._order)].tolist()
         return found
 
     def most(self, count: int) -> list[int]:
-        """Most tasks that each source has in ``count`` slots in a row."""
+        """Return the most tasks of each source in any ``count`` consecutive slots."""
         period = len(self._order)
         rounds, rest = divmod(count, period)
         twice = np.concatenate([self._before, self._before[1:] + self._before[-1]])
@@ -49,10 +49,10 @@ class Shares:
 
 
 def whole_parts(weights: Sequence[float]) -> list[int]:
-    """The weights as smallest whole numbers, in the decimals that they are written in: 0.5, 0.25 -> 2, 1.
+    """Return the weights as smallest whole numbers, from their exact decimals: 0.5, 0.25 -> 2, 1.
 
     Raises:
-        ConfigError: these are too many parts.
+        ConfigError: their sum exceeds ``MAX_PARTS``.
     """
     exact = [Fraction(str(weight)) for weight in weights]
     common = math.lcm(*(weight.denominator for weight in exact))
@@ -67,7 +67,7 @@ def whole_parts(weights: Sequence[float]) -> list[int]:
 
 
 def _round_robin(parts: Sequence[int]) -> list[int]:
-    """Sources of one round: each slot goes to the one that lacks most, the first of equals."""
+    """Return the sources of one round: each slot goes to the source with the largest deficit, the first on a tie."""
     lack, total = [0] * len(parts), sum(parts)
     order = []
     for _ in range(total):

@@ -1,4 +1,4 @@
-"""The SQL store: the only shared truth between explorer and trainer."""
+"""The SQL store: the only state shared by explorer and trainer."""
 
 from megarl.buffer.store.claims import Claim, EndedGroup
 from megarl.buffer.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file

@@ -1,4 +1,4 @@
-"""Groups handed to workers and back: what ``Store.groups.claim`` and ``put`` do inside their transaction."""
+"""Claims of groups: the work of ``Store.groups.claim`` and ``put`` inside their transaction."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ RolloutKind = Literal["train", "eval"]
 
 
 def samples_of(group_size: int, sampling: Mapping[str, Any]) -> int:
-    """Answers that are sampled for a group, spare ones included (``rollout.spare``)."""
+    """Return the number of answers sampled for a group, including spare ones (``rollout.spare``)."""
     return group_size + int(sampling.get("spare", 0))
 
 
 @dataclass(frozen=True)
 class Claim:
-    """One group handed to one worker: what to generate, and the right to write its trajectories."""
+    """A worker's claim on one group: what to generate, and the right to write its trajectories."""
 
     rollout_id: str
     kind: RolloutKind
@@ -54,24 +54,24 @@ class Claim:
     attempt: int
     """Number of claims of this group, this one included."""
     segments: Mapping[int, tuple[Segment, ...]] = field(default_factory=dict)
-    """Tokens of unfinished trajectories that earlier claims have left, by index."""
+    """Tokens of unfinished trajectories from earlier claims, by index."""
     live: WeightsVersion | None = None
-    """First weights that engines have proven to have since the trainer began or went back; None before them. Of weights
-    before these some are no more, and an engine may still have them."""
+    """First weights that every engine loaded after the trainer's start or rollback; None before. Some earlier weights
+    no longer exist, and an engine may still have them."""
 
     @property
     def oldest(self) -> WeightsVersion:
-        """Oldest weights that may sample it."""
+        """Oldest weights that may sample the group."""
         return self.version if self.live is None else max(self.version, self.live)
 
     @property
     def num_samples(self) -> int:
-        """Answers that are sampled, of which the first ``group_size`` to end make the group whole."""
+        """Number of answers to sample; the first ``group_size`` to end complete the group."""
         return samples_of(self.group_size, self.sampling)
 
     @property
     def indices(self) -> list[int]:
-        """Indices of the answers that are asked for: those sampled, and ``GREEDY`` where the rollout asks for one."""
+        """Indices of the requested answers: the samples, and ``GREEDY`` if the rollout includes one."""
         return [*([GREEDY] if self.sampling.get("greedy") else []), *range(self.num_samples)]
 
 
@@ -82,17 +82,17 @@ class EndedGroup:
     claim: Claim
     trajectories: Sequence[Trajectory]
     metrics: Mapping[str, float] | None = None
-    """Replaces what this worker has reported for the rollout so far."""
+    """Replaces the worker's earlier metrics of the rollout."""
 
 
 TRAINED = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
-"""Rollouts that are no evaluation."""
+"""Training rollouts."""
 PENDING = GROUPS.c.state == GroupState.PENDING
-"""Groups that nobody holds."""
+"""Unclaimed groups."""
 
 
 def is_held_by(workers: Collection[str]) -> ColumnElement[bool]:
-    """Groups that one of ``workers`` has claimed: of those that are dead, they are free too."""
+    """Return the condition on groups claimed by one of ``workers``; groups of dead workers are free too."""
     return and_(GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by.in_(workers))
 
 
@@ -112,7 +112,7 @@ def claim(
 ) -> list[Row[Any]]:
     """Mark groups as claimed with the columns ``held`` and return them with their rollouts' columns, in order.
 
-    However many groups are pending, it reads no more of them than it may claim.
+    It reads at most as many pending groups as it may claim.
     """
     groups: list[Row[Any]] = []
     for rollout_id in _open_rollouts(connection, expired, evaluations):
@@ -122,15 +122,15 @@ def claim(
         samples = itertools.accumulate(samples_of(g.group_size, json.loads(g.sampling)) for g in groups)
         groups = [g for i, (g, n) in enumerate(zip(groups, samples, strict=True)) if i == 0 or n <= max_samples]
     ids = [group.group_id for group in groups]
-    # ``reached`` was said of what an earlier claim had under way.
+    # ``reached`` described the trajectories of an earlier claim.
     claimed = {"state": GroupState.CLAIMED, **held, "attempt": GROUPS.c.attempt + 1, "reached": None}
     connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(ids)).values(claimed))
     return held_by(connection, held["claim_token"])
 
 
 def _open_rollouts(connection: Connection, expired: ColumnElement[bool], evaluations: bool) -> list[str]:
-    """Ids of the rollouts that have free groups: evaluations first, where they are wanted, then in order, without those
-    for training while engines may have weights that no longer exist. Of a rollout's pending groups one is read."""
+    """Return ids of rollouts with free groups: evaluations first if wanted, then in order. Training rollouts are left
+    out while engines may have weights that no longer exist. Reads one pending group per rollout."""
     found = set(connection.scalars(select(GROUPS.c.rollout_id).where(expired)))
     least, last = select(func.min(GROUPS.c.rollout_id)).where(PENDING), ""
     while (following := connection.scalar(least.where(GROUPS.c.rollout_id > last))) is not None:
@@ -142,34 +142,33 @@ def _open_rollouts(connection: Connection, expired: ColumnElement[bool], evaluat
 
 
 def _is_stale(connection: Connection) -> bool:
-    """Return True between the start of a trainer that goes on and its first publication."""
+    """Return True between a trainer's resume and its first publication."""
     some = select(VERSIONS.c.version).limit(1)
     has = [connection.scalar(some.where(VERSIONS.c.live == live)) is not None for live in (1, STALE)]
     return has == [False, True]
 
 
 def first_live(connection: Connection) -> WeightsVersion | None:
-    """First version that engines have proven to have since the trainer began or went back."""
+    """Return the first version that all engines proved to have since the trainer's start or rollback."""
     query = select(VERSIONS.c.version).where(VERSIONS.c.live == 1).order_by(VERSIONS.c.attempt, VERSIONS.c.n)
     version = connection.scalar(query.limit(1))
     return None if version is None else WeightsVersion.parse(version)
 
 
 def _free_groups(connection: Connection, rollout_id: str, expired: ColumnElement[bool], limit: int) -> list[Row[Any]]:
-    """Up to ``limit`` free groups of a rollout, by position. Two statements, each of one state: an index has their
-    order."""
+    """Return up to ``limit`` free groups of a rollout, by position. Two statements, one per state, can use an index."""
     query = (
         _WITH_ROLLOUT.where(GROUPS.c.rollout_id == rollout_id)
         .order_by(GROUPS.c.position)
         .limit(limit)
-        .with_for_update(skip_locked=True, of=GROUPS)  # SQLite has no such clause; BEGIN IMMEDIATE does its work
+        .with_for_update(skip_locked=True, of=GROUPS)  # SQLite has no such clause; BEGIN IMMEDIATE replaces it
     )
     found = [group for free in (PENDING, expired) for group in connection.execute(query.where(free))]
     return sorted(found, key=attrgetter("position"))[:limit]
 
 
 def held_by(connection: Connection, token: str) -> list[Row[Any]]:
-    """Groups claimed by the call with this token that are not finished, as :func:`claim` returns them."""
+    """Return the unfinished groups claimed with this token, as :func:`claim` does."""
     mine = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claim_token == token)
     return list(connection.execute(_WITH_ROLLOUT.where(*mine).order_by(*_IN_ORDER)))
 
@@ -181,7 +180,7 @@ def claims_of(
     segments: Mapping[str, Mapping[int, tuple[Segment, ...]]],
     live: WeightsVersion | None,
 ) -> list[Claim]:
-    """Return claims on ``groups`` with their tasks and what earlier claims have left; ``live``: for training."""
+    """Return claims on ``groups`` with their tasks and earlier segments; ``live``: for training."""
     of_id = {row.task_id: task_from_row(row, images.get(row.task_id, ())) for row in tasks}
     return [
         Claim(
@@ -205,9 +204,8 @@ def claims_of(
 
 
 def make_ready(connection: Connection, group: EndedGroup) -> bool:
-    """Mark a group as ready, or as awaiting rewards, if the claim is the one that it has now. Call it before its
-    trajectories are written: whoever asks for the rollout again deletes the group's row first too, and waits for us
-    there."""
+    """Mark a group as ready, or as awaiting rewards, if ``claim`` still holds it. Call it before its trajectories are
+    written: another request of the rollout also deletes the group's row first, so it waits for this transaction."""
     claim, claimed = group.claim, GROUPS.c.state == GroupState.CLAIMED
     late = claim.kind == "train" and any(e.reward.status == "late" for e in group.trajectories)
     ready = {"state": GroupState.AWAITING if late else GroupState.READY, "ended_at": time.time()}
@@ -215,18 +213,18 @@ def make_ready(connection: Connection, group: EndedGroup) -> bool:
 
 
 def is_ready(connection: Connection, claim: Claim) -> bool:
-    """Return True if this claim has made its group ready: the token stays with what it has finished."""
+    """Return True if this claim has made its group ready: a finished group keeps its claim's token."""
     query = select(GROUPS.c.group_id).where(*of_claim(claim), GROUPS.c.state.in_(SAMPLED))
     return connection.execute(query).first() is not None
 
 
 def of_claim(claim: Claim) -> tuple[ColumnElement[bool], ...]:
-    """Condition on the group of a claim, if the claim is the one that it has now."""
+    """Return the condition on a claim's group that holds only while the claim is current."""
     return GROUPS.c.group_id == claim.group_id, GROUPS.c.claim_token == claim.token
 
 
 def report(connection: Connection, ended: Sequence[EndedGroup]) -> None:
-    """Write what workers have reported for their rollouts, the last word of each."""
+    """Write the last metrics that each worker reported for its rollouts."""
     last = {(g.claim.rollout_id, g.claim.worker): g.metrics for g in ended if g.metrics is not None}
     rows = [
         {"rollout_id": rollout_id, "worker": worker, "metrics": dumps(dict(metrics))}
@@ -237,7 +235,7 @@ def report(connection: Connection, ended: Sequence[EndedGroup]) -> None:
 
 
 def images_of(connection: Connection, task_ids: Select[Any] | Collection[str]) -> dict[str, tuple[bytes, ...]]:
-    """Task id -> its images in order, of those of ``task_ids`` that have any."""
+    """Return task id -> images in order, for tasks with images."""
     query = select(TASK_IMAGES).where(TASK_IMAGES.c.task_id.in_(task_ids)).order_by(TASK_IMAGES.c.position)
     found: dict[str, tuple[bytes, ...]] = {}
     for row in connection.execute(query):

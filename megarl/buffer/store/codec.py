@@ -1,7 +1,7 @@
-"""Nouns <-> columns. Arrays become one safetensors blob, the rest JSON; nothing is pickled.
+"""Conversion between dataclasses and columns. Arrays become one safetensors blob, the rest JSON, never pickle.
 
-A row's tensors are the ``token_ids`` of all turns, one after the other, and the ``logp`` and the ``routing`` of the
-turns that have one.
+A row's tensors are the concatenated ``token_ids`` of all turns, and the ``logp`` and ``routing`` of turns that have
+them.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from megarl.core.schema import (
 )
 
 GIVEN_LATER = "given_later"
-"""Key of a trajectory's metadata: its reward came after its group was sampled."""
+"""Metadata key of a trajectory with a reward given after its group was sampled."""
 
 
 def dumps(value: Any) -> str:
-    """Strict JSON: NaN and infinity are refused, since not every database reads them back."""
+    """Return strict JSON: NaN and infinity are refused, because not every database can read them."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def task_to_row(task: Task) -> dict[str, Any]:
-    """Columns of one task; its images are rows of a table of their own. Raises DataError for a text with a NUL
-    character, which PostgreSQL does not keep."""
+    """Return the columns of one task; its images are rows of another table. Raises DataError for a text with a NUL
+    character, which PostgreSQL cannot store."""
     texts = {
         "task_id": task.task_id,
         "data_source": task.data_source,
@@ -64,7 +64,7 @@ def task_to_row(task: Task) -> dict[str, Any]:
 
 
 def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
-    """Return the task in a row, without a demonstration's message (``Task.answer``): rollouts have no use for it."""
+    """Return the task in a row, without a demonstration's message (``Task.answer``), which rollouts do not need."""
     prompt = json.loads(row.prompt)
     return Task(
         task_id=row.task_id,
@@ -80,13 +80,13 @@ def task_from_row(row: Any, images: tuple[bytes, ...] = ()) -> Task:
 
 
 def stored_task(task: Task) -> Task:
-    """Return a task as it comes back from the store. Raises as ``task_to_row``."""
+    """Return a task as the store returns it. Raises as ``task_to_row``."""
     return task_from_row(SimpleNamespace(**task_to_row(task)), task.images)
 
 
 def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
-    """Columns of one trajectory. Raises TypeError when an array of a turn has another dtype than int32 token ids and
-    float32 log-probs, is not 1-D, or has another length."""
+    """Return the columns of one trajectory. Raises TypeError unless each turn has 1-D int32 token ids and 1-D float32
+    log-probs of the right length."""
     where = f"trajectory {trajectory.group_id}[{trajectory.index}]"
     logp = [turn.logp for turn in trajectory.turns if turn.logp is not None]
     for turn in trajectory.turns:
@@ -123,7 +123,7 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def trajectory_from_row(row: Any) -> Trajectory:
-    """Return the trajectory in a row, without files of images."""
+    """Return the trajectory in a row, without image files."""
     record, tensors = json.loads(row.record), load_tensors(row.tensors)
     stats = record["group_stats"]
     return Trajectory(
@@ -177,12 +177,12 @@ def segment_from_row(row: Any) -> Segment:
 
 
 def versions_in(record: str) -> set[str]:
-    """Versions of weights that have sampled tokens of the trajectory with this record."""
+    """Return the weights versions that sampled tokens of the trajectory with this record."""
     return {span[2] for turn in json.loads(record)["turns"] for span in turn[SPANS]}
 
 
 def end_in(status: RewardStatus, record: str) -> End:
-    """Cause of the end of the trajectory with this status and record, without reading its tokens."""
+    """Return the end of the trajectory with this status and record, without reading its tokens."""
     found = json.loads(record)
     turns = tuple(Turn(turn[0], _NO_TOKENS, turn[2], finish_reason=turn[FINISH_REASON]) for turn in found["turns"])
     cause = End(found["cause"]) if "cause" in found else None
@@ -191,9 +191,9 @@ def end_in(status: RewardStatus, record: str) -> End:
 
 _NO_TOKENS = np.empty(0, np.int32)
 FINISH_REASON = 4
-"""Place of the finish reason in a turn's record."""
+"""Index of the finish reason in a turn's record."""
 SPANS = 5
-"""Place of the spans in a turn's record."""
+"""Index of the spans in a turn's record."""
 
 
 def _turn_record(turn: Turn) -> list[Any]:
@@ -222,7 +222,7 @@ def _turns(records: Sequence[Sequence[Any]], tensors: Mapping[str, np.ndarray]) 
 def _routed(
     turns: Iterator[Turn], lengths: Sequence[int | None] | None, tensors: Mapping[str, np.ndarray]
 ) -> Iterator[Turn]:
-    """Turns with their expert ids. ``lengths``: tokens that each turn has ids of; None where none has."""
+    """Yield turns with their expert ids. ``lengths``: tokens with ids of each turn; None without any."""
     if lengths is None:
         yield from turns
         return

@@ -1,8 +1,8 @@
 """Databases for ``store.url``: SQLite in WAL mode, or PostgreSQL through psycopg.
 
-A URL is either the database's own, or names where that is found, so that no password is ever written down:
-``env://NAME`` is in the environment variable NAME; ``job://postgres`` is a server of the job's own
-(``run/postgres.py``), whose URL the supervisor puts into ``MEGARL_STORE_URL``.
+A URL is the database's, or names its source, so that no password is ever written down: ``env://NAME`` reads the
+environment variable NAME; ``job://postgres`` is a server started by the job (``run/postgres.py``), with its URL in
+``MEGARL_STORE_URL``.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from sqlalchemy.pool import NullPool
 from megarl.core.errors import ConfigError, masked_text
 
 BUSY_TIMEOUT_S = 60.0
-"""Least seconds for which another process's transaction is waited for, also by who waits for no outage."""
+"""Minimum lock timeout in seconds, also with ``outage_s=0``."""
 LOCK_S = 0.2
-"""Seconds that SQLite itself waits for a lock: nobody sees a process move meanwhile, so ``Transactions`` repeats it."""
+"""Lock timeout of SQLite in seconds. Short, because it blocks heartbeats; ``Transactions`` retries."""
 PROGRESS_STEPS = 100_000
-"""Instructions of SQLite's virtual machine, some milliseconds of them, between two looks at a stop request."""
+"""Instructions of SQLite's virtual machine (some milliseconds) between two checks for a stop request."""
 CONNECT_TIMEOUT_S = 10
 IDLE_S = 30.0
-"""After this, PostgreSQL ends a session that stands still inside a transaction: its process was stopped, or its node is
-cut off, and others wait for the locks that it holds."""
+"""Seconds after which PostgreSQL ends a session that is idle in a transaction: its process is stopped or its node cut
+off, and others wait for its locks."""
 OWN_SERVER = "job://postgres"
-"""``store.url`` of a PostgreSQL server that lives as long as the job."""
+"""``store.url`` of a PostgreSQL server that the job starts and ends."""
 VARIABLE = "MEGARL_STORE_URL"
 _KEEPALIVE = {"keepalives_idle": 10, "keepalives_interval": 5, "keepalives_count": 4, "tcp_user_timeout": 30_000}
-"""libpq's: a server whose machine is gone is missed after half a minute, not after the kernel's quarter of an hour."""
+"""libpq's options: detect a lost server machine after half a minute, not after the kernel's 15 minutes."""
 
 
 def is_pending(url: str) -> bool:
-    """Return True if ``url`` is a server of the job's own that is not up."""
+    """Return True if ``url`` is the job's server and that is not up."""
     return url == OWN_SERVER and VARIABLE not in os.environ
 
 
 def check_url(url: str, nodes: int = 1) -> None:
-    """Make sure that a store can be opened at ``url`` from ``nodes`` nodes; makes no file. Of a server of the job's
-    own, which is not up yet, nothing is asked.
+    """Check that a store can be opened at ``url`` from ``nodes`` nodes, without creating a file. A job's server that is
+    not up yet is not checked.
 
     Raises:
-        ConfigError: it cannot; or it is a file, and more than one node would open it.
+        ConfigError: it cannot be opened; or it is a file and more than one node would open it.
     """
     if is_pending(url):
         return
@@ -73,7 +73,7 @@ def check_url(url: str, nodes: int = 1) -> None:
 
 
 def shown(url: str) -> str:
-    """``url`` as people may see it: the database's own, without a password."""
+    """Return the database's URL without its password, for logs."""
     try:
         return _masked(make_url(_found(url)))
     except (ArgumentError, ValueError):
@@ -81,7 +81,7 @@ def shown(url: str) -> str:
 
 
 def reason(error: SQLAlchemyError) -> str:
-    """The first line of the driver's message, without the rest of a row that it quotes."""
+    """Return the first line of the driver's message, without quoted row data."""
     text = str(getattr(error, "orig", None) or error).strip()
     return text.splitlines()[0][:300] if text else type(error).__name__
 
@@ -91,7 +91,7 @@ def _masked(url: URL) -> str:
 
 
 def _found(url: str) -> str:
-    """The database's own URL. Raises ConfigError when the variable that should hold it is not set."""
+    """Return the database's URL. Raises ConfigError if its environment variable is not set."""
     if url != OWN_SERVER and not url.startswith("env://"):
         return url
     name = VARIABLE if url == OWN_SERVER else url.removeprefix("env://").rstrip("/")
@@ -113,7 +113,7 @@ def _parsed(url: str) -> URL:
     except (ArgumentError, ModuleNotFoundError, ValueError) as error:
         because = (
             f" ({error})" if isinstance(error, (ModuleNotFoundError, NoSuchModuleError)) else ""
-        )  # others may repeat a password
+        )  # the parser's error may repeat a password
         because = " (its port is not a number)" if isinstance(error, ValueError) else because
         raise ConfigError(
             f"store.url={masked} is no database that can be opened here{because}; write sqlite:///PATH, "
@@ -132,13 +132,13 @@ def _parsed(url: str) -> URL:
 
 
 def sqlite_file(url: str) -> Path | None:
-    """The file of a SQLite store; None for another database. Raises ConfigError as ``open_engine``."""
+    """Return the file of a SQLite store; None for another database. Raises ConfigError as ``open_engine``."""
     parsed = _parsed(url)
     return Path(str(parsed.database)) if parsed.get_backend_name() == "sqlite" else None
 
 
 def sync_folder(folder: Path) -> None:
-    """Return when the names of a folder's files would outlive a power cut."""
+    """Sync a folder to disk, so that the names of its files survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -147,13 +147,13 @@ def sync_folder(folder: Path) -> None:
 
 
 def open_engine(url: str, answer_s: float = BUSY_TIMEOUT_S, synchronous: str = "NORMAL") -> Engine:
-    """Connects to nothing yet.
+    """Make an engine, without connecting yet.
 
     Args:
-        answer_s: How long PostgreSQL may take to answer a statement; SQLite raises after ``LOCK_S``.
-        synchronous: SQLite's: FULL has every commit written through to the disk, NORMAL none.
+        answer_s: Statement timeout of PostgreSQL in seconds; SQLite raises after ``LOCK_S``.
+        synchronous: SQLite's setting: FULL syncs every commit to disk, NORMAL none.
 
-    Raises ConfigError when the URL cannot be read or its driver is missing.
+    Raises ConfigError if the URL cannot be parsed or its driver is missing.
     """
     parsed = _parsed(url)
     if parsed.get_backend_name() == "postgresql":
@@ -170,8 +170,8 @@ def open_engine(url: str, answer_s: float = BUSY_TIMEOUT_S, synchronous: str = "
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:
-        # IMMEDIATE takes the write lock at once: a transaction that reads, then writes, can otherwise find the
-        # database changed in between and fail, however long it waits.
+        # IMMEDIATE takes the write lock at the start: a transaction that reads, then writes, fails if the database
+        # changed in between, for any lock timeout.
         write = connection.get_execution_options().get("megarl_write", False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
 
@@ -179,9 +179,9 @@ def open_engine(url: str, answer_s: float = BUSY_TIMEOUT_S, synchronous: str = "
 
 
 def open_read_only(path: Path, stopping: Callable[[], bool] = lambda: False) -> Engine:
-    """A SQLite file that is read without a change to it or its log; the log's index (``-shm``) may be made.
+    """Open a SQLite file without changing it or its log; the log's index (``-shm``) may be created.
 
-    A statement ends with SQLITE_INTERRUPT when ``stopping`` returns True.
+    A statement fails with SQLITE_INTERRUPT once ``stopping`` returns True.
     """
     engine = create_engine("sqlite://", creator=lambda: _connect_read_only(path), poolclass=NullPool)
 
@@ -193,7 +193,7 @@ def open_read_only(path: Path, stopping: Callable[[], bool] = lambda: False) -> 
 
 
 def _connect_read_only(path: Path) -> sqlite3.Connection:
-    # Without a log nobody writes, and only an immutable file is read without making one.
+    # Without a log no process writes; only ``immutable`` then reads the file without creating a log.
     mode = "mode=ro" if Path(f"{path}-wal").exists() else "immutable=1"
     return sqlite3.connect(f"{path.absolute().as_uri()}?{mode}", uri=True, timeout=LOCK_S)
 
@@ -202,13 +202,13 @@ def _open_postgres(url: URL, answer_s: float) -> Engine:
     query = dict(url.query)
     own = query.pop("options", "")
     idle = f"-c idle_in_transaction_session_timeout={IDLE_S * 1000:.0f}"
-    options = " ".join([idle, *([own] if isinstance(own, str) else own)])  # the later ones, the user's, win
+    options = " ".join([idle, *([own] if isinstance(own, str) else own)])  # the user's come last and win
     settings = {"connect_timeout": CONNECT_TIMEOUT_S, **_KEEPALIVE}
     arguments = {"options": options, **{name: value for name, value in settings.items() if name not in query}}
     try:
         from megarl.buffer.store.postgres_waiting import connect
 
-        # A store is one thread's. Statements must see what others committed before them: READ COMMITTED.
+        # One thread uses a store. READ COMMITTED lets each statement see all earlier commits.
         engine = create_engine(
             url.set(query=query), connect_args=arguments, isolation_level="READ COMMITTED", hide_parameters=True
         )
@@ -221,7 +221,7 @@ def _open_postgres(url: URL, answer_s: float) -> Engine:
 
 
 def enter_wal(connection: sqlite3.Connection) -> None:
-    """Switch to WAL. SQLite does not wait for its busy timeout here when two processes open a new file together."""
+    """Switch to WAL. Retries, since SQLite ignores its busy timeout here if two processes open a new file together."""
     deadline = time.monotonic() + LOCK_S
     while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         try:

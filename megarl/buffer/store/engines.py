@@ -1,4 +1,4 @@
-"""Rows of the engines of a run (``megarl.engines.fleet``), and the room that their jobs have for them."""
+"""Rows of the engines of a run (``megarl.engines.fleet``), and each job's capacity for engines."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ from megarl.engines.fleet import (
 )
 
 _READ: Mapping[str, Callable[[Any], Any]] = {"state": EngineStatus, "turn": EngineTurn}
-"""Column -> what makes its value of what the database has."""
+"""Column -> conversion of its database value."""
 _COLUMNS = [field.name for field in fields(EngineRow) if field.name != "weights"]
 
 
 class EngineRoom(NamedTuple):
-    """Room of a job for engines."""
+    """Capacity of a job for engines."""
 
     begun: int
-    """Engines that the job begins with, which it may always have again."""
+    """Engines at the job's start; the job may always have this many."""
     workers: int
-    """Most workers of all engines together, where others are wanted."""
+    """Most workers of all engines together, if other engines are wanted."""
     why: str
-    """Settings and devices that it follows from."""
+    """Settings and devices that determine it."""
 
     def most(self, workers: int, begun_with: int) -> int:
-        """Most engines of so many workers each, in a job that began with engines of ``begun_with``."""
+        """Return the most engines of ``workers`` workers each, in a job that began with ``begun_with`` workers per
+        engine."""
         return max(self.workers // workers, self.begun if workers == begun_with else 0)
 
 
@@ -53,8 +54,7 @@ class EngineTable:
         self._database = database
 
     def register(self, rows: Sequence[EngineRow], room: EngineRoom | None = None) -> None:
-        """Make ``rows`` those of this handle's job, which has ``room`` for so many. Safe to repeat: they are written
-        again."""
+        """Replace the engine rows of this handle's job by ``rows``, and its capacity by ``room``. Safe to repeat."""
 
         def work(connection: Connection, again: bool) -> None:
             for table in (ENGINES, ENGINE_WEIGHTS):
@@ -66,19 +66,19 @@ class EngineTable:
         self._database.write(work)
 
     def room(self, program: str) -> EngineRoom | None:
-        """Room of a job for engines, as its last start has noted it; None where none did."""
+        """Return a job's capacity for engines, as recorded at its last start; None if not recorded."""
         query = select(JOB.c.value).where(JOB.c.key == _room_key(program))
         value = self._database.read(lambda connection: connection.scalar(query))
         return None if value is None else EngineRoom(*json.loads(value))
 
     def programs(self) -> list[str]:
-        """Programs that have registered engines."""
+        """Return the programs with registered engines."""
         query = select(ENGINES.c.program).distinct().order_by(ENGINES.c.program)
         return self._database.read(lambda connection: list(connection.scalars(query)))
 
     def read(self, programs: Collection[str] | None = None) -> list[EngineRow]:
-        """Engines of all jobs, or of some programs, absent ones too, by program and number; none before a start, or in
-        an offline job."""
+        """Return engines of all jobs, or of ``programs``, including absent ones, by program and number; ``[]`` before a
+        start and in offline jobs."""
         which = () if programs is None else (ENGINES.c.program.in_(programs),)
         return self._database.read(lambda connection: _read(connection, *which))
 
@@ -87,10 +87,10 @@ class EngineTable:
         return self.read([self._database.program])
 
     def scale(self, program: str, number: int, workers: int | None = None) -> tuple[int, int]:
-        """Order a job to have so many engines (``fleet.scaled``); return how many were wanted before, and how many are
-        new rows. Safe to repeat: only what is missing, too much, or of other workers is ordered.
+        """Order a job to have ``number`` engines (``fleet.scaled``); return the number wanted before, and of new rows.
+        Safe to repeat: only missing, surplus or differently sized engines are ordered.
 
-        Raises ValueError where the job has registered none, or ``number`` is below 1.
+        Raises ValueError if the job has registered no engines, or ``number`` is below 1.
         """
 
         def work(connection: Connection, again: bool) -> tuple[int, int]:
@@ -103,8 +103,8 @@ class EngineTable:
         return self._database.write(work)
 
     def turn(self, numbers: Iterable[int], turn: EngineTurn) -> dict[int, int]:
-        """Order engines of this handle's job to take this turn; weights of those that leave are lost. Return the
-        number of each one's order. Safe to repeat."""
+        """Order engines of this handle's job to take ``turn``; engines that leave lose their weights. Return each
+        engine's order number. Safe to repeat."""
 
         def turned(row: EngineRow) -> EngineRow:
             weights = row.weights if turn is EngineTurn.HERE else ()
@@ -114,11 +114,11 @@ class EngineTable:
         return {row.number: row.turn_order for row in changed}
 
     def delivered(self, starts: Mapping[Key, int], version: WeightsVersion | None, what: str = BASE) -> None:
-        """Note that these starts of engines have proven to have ``version``; None: that they have lost all weights,
-        which they then keep for no evaluation. A row of another start stays as it is. Safe to repeat.
+        """Record that these starts of engines proved to have ``version``; None: that they lost all weights, including
+        those kept for an evaluation. Rows of other starts stay unchanged. Safe to repeat.
 
         Args:
-            what: The model's own weights, or an adapter's name.
+            what: ``BASE`` for the model's weights, or an adapter's name.
         """
 
         def deliver(row: EngineRow) -> EngineRow:
@@ -131,16 +131,16 @@ class EngineTable:
         self._change(starts.keys(), deliver)
 
     def hold(self, keys: Collection[Key], rollout: str) -> None:
-        """Have engines keep their weights for the evaluation ``rollout``. Safe to repeat."""
+        """Order engines to keep their weights for the evaluation ``rollout``. Safe to repeat."""
         self._change(keys, lambda row: row if row.holds_for == rollout else change(row, "held", holds_for=rollout))
 
     def free(self) -> None:
-        """Have no engine keep its weights for an evaluation. Safe to repeat."""
+        """Release all engines from keeping weights for an evaluation. Safe to repeat."""
         change_all = update(ENGINES).where(ENGINES.c.holds_for != "").values(holds_for="")
         self._database.write(lambda connection, again: connection.execute(change_all))
 
     def note(self, rows: Iterable[EngineRow]) -> None:
-        """Write what the supervisor of this handle's job knows of its engines. Safe to repeat."""
+        """Write the engine rows that the job's supervisor has updated. Safe to repeat."""
         noted = list(rows)
 
         def work(connection: Connection, again: bool) -> None:
@@ -151,8 +151,8 @@ class EngineTable:
         self._database.write(work)
 
     def remove(self, number: int) -> bool:
-        """Delete the row of an engine of this handle's job that has ended; return whether it is gone: not where it was
-        ordered once more. Safe to repeat."""
+        """Delete the row of an ended engine of this handle's job; return False if it was ordered again since. Safe to
+        repeat."""
         row = _is((self._database.program, number))
         over = and_(row, ~ENGINES.c.wanted, ENGINES.c.state == EngineStatus.ABSENT, ENGINES.c.done == ENGINES.c.order)
 
@@ -166,7 +166,7 @@ class EngineTable:
         return self._database.write(work)
 
     def _change(self, keys: Collection[Key], of_row: Callable[[EngineRow], EngineRow]) -> list[EngineRow]:
-        """Change rows that are there, in one transaction; return them."""
+        """Change existing rows in one transaction; return them."""
         programs = {program for program, _ in keys}
 
         def work(connection: Connection, again: bool) -> list[EngineRow]:
@@ -197,8 +197,7 @@ def _read(connection: Connection, *which: ColumnElement[bool]) -> list[EngineRow
 
 
 def _locked(connection: Connection, program: str) -> list[EngineRow]:
-    """Engines of a job by number. PostgreSQL: whoever changes them at the same moment waits, and reads after that what
-    was changed meanwhile."""
+    """Return and lock a job's engines by number. On PostgreSQL a concurrent change waits, then reads the new rows."""
     of_program = ENGINES.c.program == program
     connection.execute(select(ENGINES).where(of_program).order_by(ENGINES.c.number).with_for_update()).all()
     return _read(connection, of_program)

@@ -1,4 +1,4 @@
-"""Evaluations: those that can be counted, have been, or will never be."""
+"""Evaluations: countable, counted or withdrawn."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class EvaluationTable:
         self._database = database
 
     def to_count(self, rollout_id: str | None = None) -> list[tuple[str, int, int]]:
-        """(id, step, answers to each task) of evaluations whose groups are all ready; of ``rollout_id`` alone, if
+        """Return (id, step, answers to each task) of evaluations with all groups ready; only of ``rollout_id``, if
         given.
 
-        Whatever the number of groups, it reads one of each state (``groups_in_order``).
+        Reads one group per state, for any number of groups (``groups_in_order``).
         """
 
         def has(*states: GroupState) -> ColumnElement[bool]:
@@ -39,19 +39,19 @@ class EvaluationTable:
         return [tuple(row) for row in self._database.read(lambda connection: connection.execute(query).all())]
 
     def read(self, rollout_id: str) -> dict[str, Any]:
-        """Content of the event of a complete evaluation."""
+        """Return the data of a complete evaluation's event."""
         query = select(EVENTS).where(EVENTS.c.kind == "evaluation").order_by(EVENTS.c.event_id.desc())
         events = self._database.read(lambda connection: [event_of(row)["data"] for row in connection.execute(query)])
         found: dict[str, Any] = next(data for data in events if data["rollout_id"] == rollout_id)
         return found
 
     def uncounted(self) -> dict[str, int]:
-        """Id of each evaluation that was asked for and has not been counted -> steps in its weights."""
+        """Return id -> steps in its weights, for each requested evaluation not yet counted."""
         query = select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.step).where(ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
         return {
             row.rollout_id: row.step for row in self._database.read(lambda connection: connection.execute(query).all())
         }
 
     def withdraw(self, rollout_id: str) -> None:
-        """Forget a rollout with all that it produced: a claim on it can no longer be finished. Safe to repeat."""
+        """Delete a rollout with all its data; claims on it can no longer be finished. Safe to repeat."""
         self._database.write(lambda connection, again: delete_rollouts(connection, [rollout_id]))

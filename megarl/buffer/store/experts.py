@@ -1,4 +1,4 @@
-"""Expert experiences: demonstrations that steps draw beside sampled trajectories, from files and other runs."""
+"""Expert experiences: demonstrations from files and other runs, drawn by steps in addition to sampled trajectories."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from megarl.buffer.store.transactions import Transactions
 from megarl.core.schema import Task, Trajectory
 
 LOGP = np.dtype("<f4")
-_LOCK = 0x657870657274  # any number that nobody else takes
+_LOCK = 0x657870657274  # any unused number
 
 
 @dataclass(frozen=True, eq=False)
 class ExpertExperience:
-    """A demonstration, with its score and its teacher's log-probs where they are known."""
+    """A demonstration, with its score and its teacher's log-probs if known."""
 
     task: Task
     """Prompt and response. The number at the end of its id is its row in the source."""
     score: float | None = None
     teacher_logp: np.ndarray | None = None
-    """float32 [R]: log-prob of each token of the response, its end included."""
+    """float32 [R]: log-prob of each token of the response, including its end."""
     tokenizer: str | None = None
-    """Digest of the tokenizer that made these tokens."""
+    """Digest of the tokenizer of these tokens."""
 
     @property
     def position(self) -> int:
@@ -67,7 +67,7 @@ class ExpertExperience:
         }
 
     def columns(self) -> dict[str, Any]:
-        """Columns of its row, without those of the import."""
+        """Return the columns of its row, without the import's columns."""
         logp = self.teacher_logp
         return {
             "experience_id": self.experience_id,
@@ -100,14 +100,14 @@ class ImportedSource(NamedTuple):
     """One import: a file, or another run."""
 
     number: int
-    """From 1; 0 where nothing was new, so that nothing was written."""
+    """From 1; 0 if no row was new, so none was written."""
     source: str
     given: int
     """Rows of the source."""
     added: int
-    """Those that were new; the others were in the store already, or twice in the source."""
+    """New rows; the others were already stored, or duplicates within the source."""
     stored: int
-    """Those that are in the store now."""
+    """Rows in the store now."""
     by_setting: bool
     """True for ``taskset.expert``, which replaces its earlier rows."""
 
@@ -123,12 +123,12 @@ class ExpertTable:
         self._database = database
 
     def import_sources(self, sources: Sources, *, advance: Callable[[int], object] = int) -> list[ImportedSource]:
-        """Add the rows that are new, as one import per source, in one transaction; return what became of each source.
+        """Add new rows, as one import per source, in one transaction; return each source's result.
 
-        Safe to repeat: an import has a token, by which a repetition finds it.
+        Safe to repeat: a repetition finds an import by its token.
 
         Args:
-            advance: Is called with the number of rows that were looked at; again from 0 where the connection was lost.
+            advance: Called with the number of rows processed; restarts from 0 if the connection was lost.
         """
         tokens = [secrets.token_hex(8) for _ in sources]
         prepared = [(source, _distinct(rows), len(rows)) for source, rows in sources]
@@ -146,10 +146,10 @@ class ExpertTable:
         return self._database.write(work)
 
     def replace_source(self, source: str, rows: Sequence[ExpertExperience]) -> ImportedSource | None:
-        """Make ``rows`` those of ``taskset.expert``, in this order; return None where they are already.
+        """Replace the rows of ``taskset.expert`` by ``rows``, in this order; return None if they are the same.
 
-        Rows that another import has stay there, with the log-probs that they have. Safe to repeat: the second call
-        finds the rows of the first.
+        Rows of other imports stay unchanged, with their log-probs. Safe to repeat: the second call finds the rows of
+        the first.
         """
         wanted, token = _distinct(rows), secrets.token_hex(8)
         of_setting = select(EXPERT_IMPORTS.c.number).where(EXPERT_IMPORTS.c.by_setting == 1)
@@ -170,7 +170,7 @@ class ExpertTable:
         return self._database.write(work)
 
     def imports(self) -> list[ImportedSource]:
-        """All imports in order, with the rows that each has now."""
+        """Return all imports in order, with the current number of rows of each."""
         return self._database.read(lambda connection: [_imported(row) for row in connection.execute(_imports())])
 
     def count(self) -> int:
@@ -179,7 +179,7 @@ class ExpertTable:
         return self._database.read(lambda connection: connection.scalar(query)) or 0
 
     def read(self, number: int | None = None) -> Iterator[list[ExpertExperience]]:
-        """Yield expert experiences in the order of import and row, in parts; those of one import, or all."""
+        """Yield expert experiences in the order of import and row, in parts; of one import, or of all."""
         after = (-1, -1)
         while True:
             found = self._rows(_next(number, after))
@@ -189,8 +189,7 @@ class ExpertTable:
             after = (found[-1].number, found[-1].position)
 
     def scored_trajectories(self, min_score: float) -> Iterator[tuple[Task, Trajectory]]:
-        """Yield trajectories of training with at least this score, in the order in which they were asked for; none
-        with images."""
+        """Yield training trajectories with at least this score and no images, in the order of their requests."""
         query = (
             select(TRAJECTORIES)
             .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
@@ -204,7 +203,7 @@ class ExpertTable:
         for rollout_id in self._database.read(lambda connection: list(connection.scalars(rollouts))):
             rows = query.where(TRAJECTORIES.c.rollout_id == rollout_id)
             for row in self._rows(rows):
-                if row.task_id in tasks:  # a later start may have replaced them
+                if row.task_id in tasks:  # a later start may have replaced the tasks
                     yield task_from_row(tasks[row.task_id]), trajectory_from_row(row)
 
     def _rows(self, query: Any) -> Sequence[Any]:
@@ -212,20 +211,20 @@ class ExpertTable:
 
 
 def _take_turns(connection: Connection) -> None:
-    """Wait for another import: numbers follow each other, and a row is new to one import alone. SQLite's writers wait
-    by themselves."""
+    """Wait for a concurrent import, so that import numbers are consecutive and each row is new to one import. SQLite
+    serialises writers itself."""
     if connection.dialect.name == "postgresql":
         connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
 
 
 def _place_and_teacher(row: Mapping[str, Any]) -> tuple[int, bytes | None, str | None]:
-    """Columns of a row of ``taskset.expert`` that may change while its id stays."""
+    """Return the columns of a row of ``taskset.expert`` that may change without a change of its id."""
     logp = row["teacher_logp"]
     return row["position"], None if logp is None else bytes(logp), row["tokenizer"]
 
 
 def _distinct(rows: Sequence[ExpertExperience]) -> dict[str, dict[str, Any]]:
-    """Columns of each row by its id; of rows that are equal the first counts."""
+    """Return the columns of each row by id; of equal rows the first counts."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         columns = row.columns()
@@ -276,7 +275,7 @@ def _nothing(source: str, given: int) -> ImportedSource:
 
 
 def _stored(connection: Connection, ids: Sequence[str]) -> set[str]:
-    """Those of ``ids`` that the table has."""
+    """Return the ``ids`` that are in the table."""
     found: set[str] = set()
     for part in chunks(ids):
         found |= set(connection.scalars(select(EXPERTS.c.experience_id).where(EXPERTS.c.experience_id.in_(part))))
@@ -284,7 +283,7 @@ def _stored(connection: Connection, ids: Sequence[str]) -> set[str]:
 
 
 def _next(number: int | None, after: tuple[int, int]) -> Any:
-    """Query of the rows after one, ``IDS`` at most."""
+    """Return the query of at most ``IDS`` rows after position ``after``."""
     last, position = after
     later = (EXPERTS.c.number > last) | ((EXPERTS.c.number == last) & (EXPERTS.c.position > position))
     query = select(EXPERTS).where(later).order_by(EXPERTS.c.number, EXPERTS.c.position).limit(IDS)

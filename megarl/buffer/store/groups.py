@@ -1,7 +1,7 @@
 """The buffer between explorer and trainer: groups claimed, put, taken.
 
 ``pending`` → ``claimed`` → ``ready`` → ``consumed`` or ``dropped`` (``tables.GroupState``). Explorers claim groups and
-put each back whole. A trainer takes those that are ready; ``Journal.record_step`` commits what a step has used.
+put each back whole. A trainer takes ready groups; ``Journal.record_step`` commits the groups that a step used.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from megarl.buffer.store.transactions import Transactions
 from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
 
 PART_BYTES = 64 * 2**20
-"""Bytes of the arrays that are read or written together: of a row, the driver's and the decoded bytes exist side by
-side."""
+"""Bytes of arrays read or written together; memory holds each row twice, as the driver's bytes and decoded."""
 
 
 class GroupTable:
@@ -52,21 +51,20 @@ class GroupTable:
         silent: Collection[str] = (),
         evaluations: bool = True,
     ) -> list[Claim]:
-        """Claim up to ``limit`` groups, evaluations first, then the oldest rollout. Groups of other workers that are
-        ``silent`` (``workers.Silence``) count as free; ``release`` frees those of a predecessor of the same
-        name.
+        """Claim up to ``limit`` groups, evaluations first, then the oldest rollout. Groups of other workers in
+        ``silent`` (``workers.Silence``) count as free; ``release`` frees groups of a predecessor with the same name.
 
-        With ``max_samples`` the groups' sizes add up to at most that many, except that one group is always claimed.
-        Without ``evaluations`` none of their groups is claimed. For training nothing is claimed between the start of a
-        trainer that goes on and its first publication.
+        The groups' sizes add up to at most ``max_samples``, except that one group is always claimed. Without
+        ``evaluations`` only training groups are claimed. Between a trainer's resume and its first publication no
+        training group is claimed.
 
-        No two claims hold the same group: SQLite's writers take turns, PostgreSQL skips rows that another locks.
+        No two claims hold the same group: SQLite serialises writers, PostgreSQL skips locked rows.
 
-        Safe to repeat: a call knows by its token what it has claimed already, and claims nothing beside that.
+        Safe to repeat: a repetition finds the groups already claimed with its token and claims no others.
         """
         token = uuid.uuid4().hex
         expired = claims.is_held_by(set(silent) - {worker})
-        # Without the write lock: an idle explorer disturbs nobody.
+        # Read without the write lock, so that an idle explorer blocks no other process.
         look = select(GROUPS.c.group_id).where(or_(claims.PENDING, expired)).limit(1)
         if not evaluations:
             look = look.where(GROUPS.c.rollout_id.in_(claims.TRAINED))
@@ -81,22 +79,21 @@ class GroupTable:
             return groups, tasks, claims.first_live(connection)
 
         groups, tasks, live = self._database.write(work)
-        # Images and segments may be many bytes: not under the write lock.
+        # Images and segments may be large, so they are read without the write lock.
         images = self._database.read(lambda connection: images_of(connection, {task.task_id for task in tasks}))
         return claims.claims_of(groups, tasks, images, self._segments.read([group.group_id for group in groups]), live)
 
     def put(self, claim: Claim, trajectories: Sequence[Trajectory], metrics: Mapping[str, float] | None = None) -> bool:
-        """Write one whole group; as ``put_all``."""
+        """Write one whole group, as ``put_all``."""
         return self.put_all([EndedGroup(claim, trajectories, metrics)])[0]
 
     def put_all(self, ended: Sequence[EndedGroup]) -> list[bool]:
         """Write whole groups' trajectories and mark them ready, in one transaction.
 
-        Returns, for each group, False where nothing was written: the claim is no longer the group's (released, expired,
-        or the rollout was asked for again).
+        Returns False for each group that was not written because the claim is no longer valid (released, expired, or
+        the rollout was requested again).
 
-        Safe to repeat: a group becomes ready with its trajectories, once; finding it so with this claim's token, a
-        repetition writes nothing and returns True, since it was this call that did it.
+        Safe to repeat: a repetition finds the group ready with this claim's token, writes nothing and returns True.
         """
         rows = [_rows_of(group) for group in ended]
 
@@ -117,9 +114,9 @@ class GroupTable:
         return self._database.write(work)
 
     def release(self, worker: str) -> int:
-        """Give back every group that ``worker`` holds; returns how many. For a worker that stops or has died.
+        """Release every group claimed by ``worker``, which stops or has died; return their number.
 
-        Safe to repeat, since the worker claims nothing meanwhile; the number is then what was left to give back.
+        Safe to repeat, because the worker claims no groups then; the number counts only groups still claimed.
         """
         held = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by == worker)
         free = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None}
@@ -128,15 +125,13 @@ class GroupTable:
         )
 
     def take(self, n: int, *, step: int, without: Collection[str] = ()) -> list[str]:
-        """Choose up to ``n`` ready groups that were asked for for a training step; return their ids in the order in
-        which they were asked for.
+        """Choose up to ``n`` ready groups requested for a training step; return their ids in request order.
 
-        Nothing is written: groups are consumed with the step that has trained on them, so that a killed step finds
-        them again.
+        Writes nothing: groups are consumed when their step is recorded, so a killed step finds them again.
 
         Args:
             step: Steps done before the one that trains on them.
-            without: Ids of groups that the step has already.
+            without: Ids of groups that the step already has.
         """
         query = (
             select(GROUPS.c.group_id)
@@ -150,7 +145,7 @@ class GroupTable:
         return [group_id for group_id in ready if group_id not in without][:n]
 
     def array_bytes(self, group_ids: Sequence[str]) -> dict[str, int]:
-        """Bytes of the arrays of each group that has any, by its id."""
+        """Return group id -> bytes of its arrays, for groups with arrays."""
         size = func.coalesce(func.sum(func.length(TRAJECTORIES.c.tensors)), 0)
         sizes: dict[str, int] = {}
         for few in chunks(group_ids):
@@ -160,7 +155,7 @@ class GroupTable:
         return sizes
 
     def parts(self, group_ids: Sequence[str], nbytes: int = PART_BYTES) -> list[list[str]]:
-        """Cut groups into runs whose arrays have ``nbytes`` at most, one group at least."""
+        """Split groups into parts with at most ``nbytes`` of arrays, but at least one group each."""
         sizes = self.array_bytes(group_ids)
         found: list[list[str]] = []
         room = 0
@@ -175,14 +170,14 @@ class GroupTable:
         return found
 
     def read(self, group_ids: Sequence[str]) -> list[Trajectory]:
-        """Trajectories of whole groups, ordered by (rollout, position of the group, index).
+        """Return the trajectories of whole groups, ordered by (rollout, position of the group, index).
 
-        A greedy answer comes with each trajectory of its group, not as one of them.
+        A greedy answer is attached to each trajectory of its group, not listed as a trajectory.
         """
         return [e for few in chunks(group_ids) for e in self._read_where(TRAJECTORIES.c.group_id.in_(few))]
 
     def images(self, group_ids: Sequence[str]) -> dict[str, bytes]:
-        """Digest -> file of the images of these groups' trajectories that are none of their tasks'."""
+        """Return digest -> file of these groups' images that are not their tasks' images."""
         columns = select(GROUP_IMAGES.c.digest, GROUP_IMAGES.c.image)
         found: dict[str, bytes] = {}
         for few in chunks(group_ids):
@@ -191,24 +186,24 @@ class GroupTable:
         return found
 
     def ids(self, rollout_id: str) -> list[str]:
-        """Ids of a rollout's groups whose trajectories are there, by position."""
+        """Return the ids of a rollout's groups with stored trajectories, by position."""
         mine = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state.in_(SAMPLED))
         query = select(GROUPS.c.group_id).where(*mine).order_by(GROUPS.c.position)
         return self._database.read(lambda connection: list(connection.scalars(query)))
 
     def trajectories(self, rollout_id: str) -> list[Trajectory]:
-        """Trajectories of a rollout's groups that are whole so far, as ``read`` orders them."""
+        """Return the trajectories of a rollout's groups that are whole so far, ordered as in ``read``."""
         return [e for part in self.parts(self.ids(rollout_id)) for e in self.read(part)]
 
     def states(self, rollout_id: str) -> dict[str, tuple[str, int | None, str | None]]:
-        """Group id -> (state, number of the step that used it, reason why it was dropped)."""
+        """Return group id -> (state, number of the step that used it, reason of its drop)."""
         query = select(GROUPS).where(GROUPS.c.rollout_id == rollout_id).order_by(GROUPS.c.position)
         rows = self._database.read(lambda connection: connection.execute(query).all())
         return {row.group_id: (row.state, row.used_by, row.reason) for row in rows}
 
     def successes(self, after: int, until: int) -> dict[str, float]:
-        """Task id -> share of right responses among those with a verdict, in the newest training group of the task that
-        one of the steps ``after`` + 1 to ``until`` has used. Tasks without a verdict are left out."""
+        """Task id -> share of right responses among those with a verdict, in the task's newest training group used by
+        steps ``after`` + 1 to ``until``. Tasks without a verdict are left out."""
         right = func.sum(case((TRAJECTORIES.c.status == "ok", 1.0), else_=0.0))
         query = (
             select(GROUPS.c.task_id, right, func.count())
@@ -236,7 +231,7 @@ class GroupTable:
 
 
 def _add_images(connection: Connection, group: EndedGroup) -> None:
-    """Write a group's images, each once; one after another, since a trajectory's may be 32 MiB."""
+    """Write a group's images once each, one at a time, because a trajectory's images may take 32 MiB."""
     place = {"group_id": group.claim.group_id, "rollout_id": group.claim.rollout_id}
     files = {digest: file for trajectory in group.trajectories for digest, file in trajectory.images.items()}
     for digest, file in files.items():

@@ -17,16 +17,16 @@ JobState = Literal["open", "closed"]
 
 
 class Used(NamedTuple):
-    """Groups that a step has used, by id."""
+    """Groups used by a step, by id."""
 
     consumed: tuple[str, ...] = ()
-    """It has trained on them."""
+    """Groups that the step trained on."""
     dropped: Mapping[str, str] = {}
-    """Those that it has left out, and why."""
+    """Dropped group -> reason."""
     replayed: tuple[str, ...] = ()
-    """Those of earlier steps that it has trained on again."""
+    """Groups of earlier steps that it trained on again."""
     excluded: Mapping[tuple[str, int], str] = {}
-    """(group id, index) of members that it has left out of groups that it has trained on, and why."""
+    """(group id, index) of a member excluded from a trained group -> reason."""
 
 
 NOTHING_USED = Used()
@@ -39,9 +39,9 @@ class Journal:
         self._database = database
 
     def record_step(self, step: int, metrics: Mapping[str, float], used: Used = NOTHING_USED) -> None:
-        """Keep a step's metrics, and mark the groups that it has used, in one transaction.
+        """Record a step's metrics and mark its used groups, in one transaction.
 
-        A repeated step replaces its first record, so that it is safe to repeat. ``step`` counts from 1.
+        Safe to repeat: a repeated step replaces its first record. ``step`` counts from 1.
         """
         row = _step_row(step, metrics)
 
@@ -52,14 +52,14 @@ class Journal:
         self._database.write(work)
 
     def record_steps(self, steps: Mapping[int, Mapping[str, float | None]]) -> None:
-        """Keep the metrics of many steps, in one transaction. Safe to repeat."""
+        """Record the metrics of many steps in one transaction. Safe to repeat."""
         rows = [_step_row(step, metrics) for step, metrics in steps.items()]
         self._database.write(lambda connection, again: put(connection, STEPS, rows))
 
     def record_evaluation(self, source: str, rollout_id: str, data: Mapping[str, Any]) -> None:
         """Append the event of an evaluation, and mark its groups consumed, in one transaction.
 
-        Safe to repeat: a rollout is evaluated once.
+        Safe to repeat: each rollout is evaluated once.
         """
         ready = (GROUPS.c.rollout_id == rollout_id, GROUPS.c.state == GroupState.READY)
         event = {"at": time.time(), "source": source, "kind": "evaluation", "data": dumps(dict(data))}
@@ -72,14 +72,14 @@ class Journal:
         self._database.write(work)
 
     def steps(self) -> list[tuple[int, dict[str, float | None]]]:
-        """Recorded (step, metrics) in order; a metric that was not finite reads None."""
+        """Recorded (step, metrics) in order; a non-finite metric is None."""
         query = select(STEPS).order_by(STEPS.c.step)
         return self._database.read(
             lambda connection: [(row.step, json.loads(row.metrics)) for row in connection.execute(query)]
         )
 
     def excluded(self, group_ids: Collection[str]) -> dict[tuple[str, int], str]:
-        """(group id, index) -> reason, of the trajectories that steps have left out of these groups."""
+        """Return (group id, index) -> reason for trajectories that steps excluded from these groups."""
         found: dict[tuple[str, int], str] = {}
         for few in chunks(list(group_ids)):
             query = select(EXCLUDED).where(EXCLUDED.c.group_id.in_(few))
@@ -94,7 +94,7 @@ class Journal:
     def record_event(self, source: str, kind: str, data: Mapping[str, Any]) -> None:
         """Append to the job's log of events (a retry, a restart, a warning).
 
-        Safe to repeat: an event of the same instant, source and content is this call's.
+        Safe to repeat: an event with the same time, source and content counts as this call's.
         """
         event = {"at": time.time(), "source": source, "kind": kind, "data": dumps(dict(data))}
         same = select(EVENTS.c.event_id).where(*(EVENTS.c[name] == value for name, value in event.items()))
@@ -106,19 +106,18 @@ class Journal:
         self._database.write(work)
 
     def events(self, kind: str | None = None, after: int = 0) -> list[dict[str, Any]]:
-        """Events in order, those recorded after the one with the number ``after``: {number, at (unix seconds), source,
-        kind, data}."""
+        """Return events in order, after event number ``after``: {number, at (unix seconds), source, kind, data}."""
         query = select(EVENTS).where(EVENTS.c.event_id > after).order_by(EVENTS.c.event_id)
         if kind is not None:
             query = query.where(EVENTS.c.kind == kind)
         return self._database.read(lambda connection: [event_of(row) for row in connection.execute(query)])
 
     def open_job(self) -> None:
-        """Say that work may still be asked for. Safe to repeat."""
+        """Record that work may still be requested. Safe to repeat."""
         self._set_job_state("open")
 
     def close_job(self) -> None:
-        """Say that no more work will be asked for; explorers end when they see it. Safe to repeat."""
+        """Record that no further work will be requested; explorers then end. Safe to repeat."""
         self._set_job_state("closed")
 
     def job_state(self) -> JobState:
@@ -127,17 +126,17 @@ class Journal:
         return self._database.read(lambda connection: connection.scalar(query)) or "open"
 
     def has_begun(self) -> bool:
-        """True once a trainer's program has filled the store and opened the job, in whichever attempt."""
+        """Return True once a trainer has filled the store and opened the job, in any attempt."""
         query = select(JOB.c.value).where(JOB.c.key == "state")
         return self._database.read(lambda connection: connection.scalar(query)) is not None
 
     def run_id(self) -> str | None:
-        """Identity of the run whose store this is; None in a new one, and in those from before there were any."""
+        """Return the id of the store's run; None in a new store and in stores older than run ids."""
         query = select(JOB.c.value).where(JOB.c.key == "run")
         return self._database.read(lambda connection: connection.scalar(query))
 
     def set_run_id(self, run_id: str) -> None:
-        """Take the store for a run. Safe to repeat."""
+        """Assign the store to a run. Safe to repeat."""
         self._set_job("run", run_id)
 
     def _set_job_state(self, state: JobState) -> None:

@@ -1,4 +1,4 @@
-"""Rewards that arrive after their trajectories: of a person, a judge elsewhere, a verifier that works in batches."""
+"""Rewards that arrive after their trajectories: from a person, a remote judge or a batch verifier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class GivenReward(NamedTuple):
     position: int
     """``Trajectory.index``."""
     claim: str
-    """Token of the claim that sampled it: a group of this id may have been sampled again since."""
+    """Token of the claim that sampled it, since the group may have been sampled again."""
     reward: Reward
 
 
@@ -42,10 +42,10 @@ class Rewarded(NamedTuple):
 
     written: int
     ready: int
-    """Groups that have all their rewards now."""
+    """Groups that now have all their rewards."""
     left_out: tuple[tuple[str, int], ...]
-    """(group, index) of trajectories that awaited none: already rewarded, used without, sampled again, or not in the
-    store."""
+    """(group, index) of trajectories that awaited no reward: already rewarded, used without one, sampled again, or not
+    in the store."""
 
 
 class LateRewards:
@@ -56,7 +56,7 @@ class LateRewards:
         self._groups = groups
 
     def awaiting(self) -> Iterator[list[AwaitingReward]]:
-        """Trajectories that await a reward, in parts of bounded size."""
+        """Yield trajectories that await a reward, in parts of bounded size."""
         columns = (GROUPS.c.group_id, GROUPS.c.claim_token)
         query = select(*columns).where(GROUPS.c.state == GroupState.AWAITING).order_by(GROUPS.c.ended_at)
         claims = {row.group_id: row.claim_token for row in self._database.read(lambda c: c.execute(query).all())}
@@ -73,7 +73,7 @@ class LateRewards:
     def count(self) -> int:
         """Return the number of responses that await a reward while explorers have nothing to sample; else 0.
 
-        A group that has used up its budget of tokens goes on with later weights, which come after the rewards.
+        Groups that have used up their token budget do not count as being sampled: they wait for later weights.
         """
         open_ = GROUPS.c.state.in_((GroupState.PENDING, GroupState.CLAIMED))
         being_sampled = select(GROUPS.c.group_id).where(open_, GROUPS.c.reached.is_(None)).limit(1)
@@ -87,9 +87,9 @@ class LateRewards:
         )
 
     def give(self, given: Sequence[GivenReward]) -> Rewarded:
-        """Write rewards of trajectories that await one, and make groups ready that have all, in one transaction.
+        """Write rewards of trajectories that await one, and mark complete groups ready, in one transaction.
 
-        Safe to repeat: what has its reward is left as it is.
+        Safe to repeat: rewarded trajectories stay unchanged.
         """
         of_group: dict[tuple[str, str], dict[int, Reward]] = {}
         for each in given:
@@ -119,7 +119,8 @@ class LateRewards:
         return self._database.write(work)
 
     def stop_waiting(self, group_ids: Sequence[str]) -> None:
-        """Make groups ready without the rewards that they await: a step takes them as they are. Safe to repeat."""
+        """Mark groups ready without the rewards that they await; steps then take them without those rewards. Safe to
+        repeat."""
 
         def work(connection: Connection, again: bool) -> None:
             for few in chunks(group_ids):
@@ -130,7 +131,7 @@ class LateRewards:
 
 
 def _late(connection: Connection, group_ids: set[str]) -> dict[tuple[str, int], str]:
-    """(group, index) -> record of these groups' trajectories without a reward."""
+    """Return (group, index) -> record of these groups' trajectories without a reward."""
     columns = (TRAJECTORIES.c.group_id, TRAJECTORIES.c.index.label("position"), TRAJECTORIES.c.record)
     query = select(*columns).where(TRAJECTORIES.c.group_id.in_(group_ids), TRAJECTORIES.c.status == "late")
     return {(row.group_id, row.position): row.record for row in connection.execute(query)}

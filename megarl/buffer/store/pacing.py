@@ -1,4 +1,4 @@
-"""Published weights, and training groups that no step has used: what ``order/pacing.py`` reasons about."""
+"""Published weights and unused training groups, for ``order/pacing.py``."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from megarl.core.schema import WeightsVersion
 
 
 class UnusedGroup(NamedTuple):
-    """A training group that no step has used."""
+    """A training group not used by any step."""
 
     group_id: str
     rollout_id: str
     weights_step: int
-    """Steps in the weights that had been published last when it was asked for."""
+    """Steps in the last published weights at its request."""
     ready: bool
     awaiting: bool
-    """Its rewards are to come."""
+    """True if its rewards arrive later."""
 
 
 class PacingTable:
-    """Versions and unused groups."""
+    """Published versions and unused groups."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
 
     def record_version(self, version: WeightsVersion, step: int) -> None:
-        """Write down that ``version`` has ``step`` steps of training, before an engine has it. Safe to repeat."""
+        """Record that ``version`` has ``step`` steps of training, before any engine loads it. Safe to repeat."""
         row = {
             "version": str(version),
             "attempt": version.attempt,
@@ -44,19 +44,19 @@ class PacingTable:
         self._database.write(lambda connection, again: put(connection, VERSIONS, [row]))
 
     def record_live(self, version: WeightsVersion) -> None:
-        """Write down that every engine has proven to have ``version``. Safe to repeat."""
+        """Record that every engine has proven to have ``version``. Safe to repeat."""
         live = update(VERSIONS).where(VERSIONS.c.version == str(version)).values(live=1)
         self._database.write(lambda connection, again: connection.execute(live))
 
     def live_step(self) -> int | None:
-        """Steps of training in the weights that engines have proven to have last; None before the first ones."""
+        """Return the training steps in the last weights that engines proved to have; None before any."""
         query = (
             select(VERSIONS.c.step).where(VERSIONS.c.live == 1).order_by(VERSIONS.c.attempt.desc(), VERSIONS.c.n.desc())
         )
         return self._database.read(lambda connection: connection.scalar(query.limit(1)))
 
     def version_steps(self, versions: Collection[WeightsVersion]) -> dict[WeightsVersion, int]:
-        """Steps of training in those of ``versions`` that have been published."""
+        """Return version -> training steps, for the published ones of ``versions``."""
         found: dict[WeightsVersion, int] = {}
         for few in chunks([str(version) for version in versions]):
             query = select(VERSIONS.c.version, VERSIONS.c.step).where(VERSIONS.c.version.in_(few))
@@ -65,8 +65,7 @@ class PacingTable:
         return found
 
     def unused(self) -> list[UnusedGroup]:
-        """Return training groups that no step has used: those whose trajectories are there first, in the order in
-        which they ended."""
+        """Return unused training groups: first those with stored trajectories, in the order in which they ended."""
         columns = (GROUPS.c.group_id, GROUPS.c.rollout_id, steps_of_weights().label("step"), GROUPS.c.state)
         query = (
             select(*columns, GROUPS.c.ended_at)
@@ -83,8 +82,8 @@ class PacingTable:
         ]
 
     def num_asked(self) -> tuple[int | None, int]:
-        """(steps done when training groups were first asked for, None where none were; number asked for since, without
-        those in the place of others). A store that replaced a damaged one begins in the middle of the run."""
+        """Return (steps done at the first request of training groups, or None; number requested since, without
+        replacements). A store that replaced a damaged one begins in the middle of the run."""
         asked = (ROLLOUTS.c.kind == "train", ROLLOUTS.c.rollout_id.not_like("train-%-%"))
         query = select(func.min(ROLLOUTS.c.step), func.coalesce(func.sum(ROLLOUTS.c.num_groups), 0)).where(*asked)
         first, number = self._database.read(lambda connection: connection.execute(query).one())
@@ -92,6 +91,7 @@ class PacingTable:
 
 
 def steps_of_weights() -> ColumnElement[int]:
-    """Steps in the weights that a rollout was asked for with; those done then, where the version is not recorded."""
+    """Return the SQL for the steps in a rollout's weights, or the steps done at its request if the version is not
+    recorded."""
     published = select(VERSIONS.c.step).where(VERSIONS.c.version == ROLLOUTS.c.version).scalar_subquery()
     return func.coalesce(published, ROLLOUTS.c.step)

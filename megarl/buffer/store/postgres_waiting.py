@@ -1,6 +1,6 @@
-"""A connection to PostgreSQL whose waits show that the process lives, and end.
+"""A PostgreSQL connection that sends heartbeats while it waits, with a timeout.
 
-libpq notices a server that is gone, but not one that is stopped: its machine still confirms every packet.
+libpq detects a dead server, but not a stopped one: its machine still acknowledges every packet.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 WARN_S = 10.0
-"""After this much silence a line in the log names what is waited for."""
+"""Seconds of silence after which a warning is logged."""
 
 
 class Unanswered(psycopg.OperationalError):
-    """The server has the statement and does not answer; its connection is closed."""
+    """The server received the statement and does not reply; the connection is closed."""
 
     def __init__(self, waited_s: float) -> None:
         super().__init__(f"no answer for {waited_s:.0f} s")
@@ -31,24 +31,24 @@ class Unanswered(psycopg.OperationalError):
 
 
 def connect(name: str, answer_s: float, *args: Any, **settings: Any) -> psycopg.Connection[Any]:
-    """Connect as ``psycopg.connect`` does; a statement of the connection raises ``Unanswered`` after ``answer_s``.
-    ``name``: for the log."""
+    """Connect as ``psycopg.connect``; statements raise ``Unanswered`` after ``answer_s`` seconds. ``name``: for the
+    log."""
 
     class Watched(psycopg.Connection[Any]):
         def wait(self, gen: Generator[Any, Any, Any], *args: Any, **settings: Any) -> Any:
             try:
                 return super().wait(watched(gen, name, answer_s), *args, **settings)
             except Unanswered:
-                self.pgconn.finish()  # what it still answers belongs to nothing
+                self.pgconn.finish()  # a late reply would match no statement
                 raise
 
     return _marking(lambda: Watched.connect(*args, **settings))
 
 
 def watched(waiting: Generator[Any, Any, Any], name: str, limit_s: float) -> Generator[Any, Any, Any]:
-    """Run ``waiting``, a generator of psycopg's that waits for a server, with a limit of ``limit_s`` seconds without
-    data. Send it what the socket is ready for, and 0 every 0.1 s in which that is nothing. ``name``: of the store, for
-    the log. Raises Unanswered."""
+    """Run ``waiting``, a generator of psycopg that waits for a server, for at most ``limit_s`` seconds without data.
+    Sends it the socket's readiness, or 0 after every 0.1 s without any. ``name``: of the store, for the log. Raises
+    Unanswered."""
     ready, waited_s, looked, warned = None, 0.0, time.monotonic(), False
     while True:
         try:
@@ -58,7 +58,7 @@ def watched(waiting: Generator[Any, Any, Any], name: str, limit_s: float) -> Gen
         ready = yield wanted
         heartbeat.count_wait()
         now = time.monotonic()
-        # A process that was stopped together with the server has not waited; data that arrive begin a new wait.
+        # Time in which this process was stopped too does not count; data restart the timeout.
         waited_s = 0.0 if ready else waited_s + min(now - looked, 1.0)
         looked = now
         if not ready and waited_s > limit_s:
@@ -69,7 +69,7 @@ def watched(waiting: Generator[Any, Any, Any], name: str, limit_s: float) -> Gen
 
 
 def _marking(work: Callable[[], psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
-    """``work`` in a thread of its own: libpq connects, and asks for addresses, without a pause."""
+    """Run ``work`` in a thread with heartbeats: libpq blocks while it resolves addresses and connects."""
     with ThreadPoolExecutor(1, thread_name_prefix="connect") as thread:
         future = thread.submit(work)
         while True:

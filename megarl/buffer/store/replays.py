@@ -1,4 +1,4 @@
-"""Consumed groups, for steps that train on them again."""
+"""Consumed groups and their replays."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class UsedGroup(NamedTuple):
     used_by: int
     """Number of the first step that has trained on it, from 1."""
     accuracy: float
-    """Share of right responses; those without a verdict count as wrong."""
+    """Share of right responses; responses without a verdict count as wrong."""
 
 
 class ReplayTable:
-    """Which groups steps have trained on, the first time and again."""
+    """Records of groups that steps trained on, the first time and again."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
 
     def consumed(self, after: int, until: int) -> list[UsedGroup]:
-        """Return the training groups that the steps ``after`` + 1 to ``until`` were the first to train on, in an order
-        that no resume changes."""
+        """Return training groups first used by steps ``after`` + 1 to ``until``, in an order that a resume does not
+        change."""
         right = func.sum(case((TRAJECTORIES.c.status == "ok", 1.0), else_=0.0))
         columns = (GROUPS.c.rollout_id, GROUPS.c.position, GROUPS.c.group_id, GROUPS.c.used_by)
         query = (
@@ -43,10 +43,10 @@ class ReplayTable:
             .group_by(*columns)
         )
         rows = self._database.read(lambda connection: connection.execute(query).all())
-        return sorted(UsedGroup(*row) for row in rows)  # not by a database's collation
+        return sorted(UsedGroup(*row) for row in rows)  # a database's collation may differ
 
     def counts(self, after: int, until: int) -> dict[str, int]:
-        """Group id -> number of the steps ``after`` + 1 to ``until`` that have trained on it again."""
+        """Return group id -> number of steps from ``after`` + 1 to ``until`` that replayed it."""
         query = select(REPLAYS.c.group_id, func.count()).where(REPLAYS.c.step > after, REPLAYS.c.step <= until)
         rows = self._database.read(lambda connection: connection.execute(query.group_by(REPLAYS.c.group_id)).all())
         return {row[0]: int(row[1]) for row in rows}

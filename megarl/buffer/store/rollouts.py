@@ -1,4 +1,4 @@
-"""Rollouts: asked for, followed, forgotten."""
+"""Rollouts: requests, progress, deletion."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from megarl.core.errors import DataError
 from megarl.core.schema import WeightsVersion
 
 UNUSED = {"state": GroupState.READY, "used_by": None, "reason": None}
-"""Values of a group that no step has used."""
+"""Column values of an unused group."""
 
 
 UNCOUNTED = select(ROLLOUTS.c.rollout_id).where(
     ROLLOUTS.c.kind == "eval", ROLLOUTS.c.rollout_id.in_(select(GROUPS.c.rollout_id).where(GROUPS.c.state.in_(OPEN)))
 )
-"""Ids of evaluations whose groups are not all counted."""
+"""Ids of evaluations with uncounted groups."""
 
 
 class RolloutTable:
-    """Rollouts that a trainer asks for, group by group."""
+    """Rollouts requested by a trainer, group by group."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
@@ -64,18 +64,18 @@ class RolloutTable:
         group_size: int,
         sampling: Mapping[str, Any],
     ) -> None:
-        """Ask for ``group_size`` samples of every task. A rollout of the same id is replaced with all it produced,
-        so that a resumed trainer asks again with its new weights; a claim on the old one can no longer be finished.
+        """Request ``group_size`` samples of every task. A rollout with the same id is deleted first with all its data,
+        so a resumed trainer can request it with new weights; old claims on it can no longer be finished.
 
         Args:
-            step: Steps done before the one that the groups are for; of an evaluation, those of its weights; in
-                completion order, those done when it is asked for.
-            version: Published last; ``record_version`` has its steps.
-            sampling: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task beside the samples;
-                ``spare``: samples beyond ``group_size``, of which those that end last are not part of the group.
+            step: Steps done before the step that the groups are for; for an evaluation, steps in its weights; in
+                completion order, steps done at the request.
+            version: Last published weights version, recorded by ``record_version``.
+            sampling: temperature, max_tokens, seed; ``greedy``: one greedy answer to each task in addition to the
+                samples; ``spare``: samples beyond ``group_size``; the last to end are left out of the group.
 
-        Safe to repeat: a call knows its own rollout by the time at which it asked, and does not replace that one, whose
-        groups may be claimed already.
+        Safe to repeat: a repetition recognises its rollout by the request time and keeps it, because groups may already
+        be claimed.
 
         Raises DataError for an unknown task id.
         """
@@ -119,7 +119,7 @@ class RolloutTable:
         self._database.write(work)
 
     def _known(self, task_ids: Sequence[str]) -> set[str]:
-        """Return those of ``task_ids`` that are in the store; read before the write lock is taken."""
+        """Return the ``task_ids`` that are in the store, read before the write lock is taken."""
         known: set[str] = set()
         for few in chunks(task_ids):
             query = select(TASKS.c.task_id).where(TASKS.c.task_id.in_(few))
@@ -127,19 +127,20 @@ class RolloutTable:
         return known
 
     def discard(self, from_step: int, *, ahead: bool = False) -> None:
-        """Forget every rollout of weights with >= ``from_step`` steps, and metrics and evaluations of later steps.
+        """Delete every rollout of weights with at least ``from_step`` steps, and metrics and evaluations of later
+        steps.
 
-        A trainer that resumes at that step calls it first: what an earlier attempt left undone was asked for with
-        weights that no longer exist. Groups of earlier weights which a later step had used are ready again, and
-        what later steps had replayed counts as unused by them. Unused groups with tokens of later weights are sampled
-        again. Evaluations that have not been counted are forgotten too, whatever their weights: engines have others.
-        Rollouts of the weights of ``from_step`` stay where rewards come later: people may have given some.
+        A trainer that resumes at that step calls it first, because the weights of an earlier attempt's later rollouts
+        no longer exist. Groups of earlier weights used by a later step become ready again, and replays by later steps
+        are deleted. Unused groups with tokens of later weights are sampled again. Uncounted evaluations are deleted for
+        all weights, because engines no longer have these. Rollouts of the weights of ``from_step`` stay if their
+        rewards come later, because people may have given some.
 
-        Rollouts carry the number of steps done before them, recorded metrics the number done with theirs: those of
-        ``from_step`` itself stay. Safe to repeat: then there is nothing left to forget.
+        Rollouts count steps before them, metrics include their own step, so metrics of ``from_step`` stay. Safe to
+        repeat.
 
         Args:
-            ahead: Forget what was asked for ahead of step ``from_step``, too: no unused training group stays.
+            ahead: Delete all unused training groups too, requested ahead of step ``from_step``.
         """
         steps = ROLLOUTS.c.step if ahead else steps_of_weights()
 
@@ -157,8 +158,8 @@ class RolloutTable:
                 _delete_unused(connection)
             else:
                 _sample_again(connection, from_step)
-            # Engines of explore programs live on with weights that no longer exist: nothing is claimed for training
-            # before they are given others.
+            # Engines of explore programs keep running with weights that no longer exist: no training group is claimed
+            # until they get new ones.
             connection.execute(update(VERSIONS).values(live=STALE))
             for table in (REPLAYS, EXCLUDED, STEPS):
                 connection.execute(delete(table).where(table.c.step > from_step))
@@ -169,14 +170,14 @@ class RolloutTable:
         self._database.write(work)
 
     def progress(self, rollout_id: str, *, awaiting: bool = False) -> tuple[int, int]:
-        """(groups that are whole, groups in all); ``awaiting``: those that still await rewards count as whole."""
+        """Return (whole groups, all groups); ``awaiting``: groups that still await rewards count as whole."""
         whole = func.sum(case((GROUPS.c.state.in_(SAMPLED if awaiting else WHOLE), 1), else_=0))
         query = select(whole, func.count()).where(GROUPS.c.rollout_id == rollout_id)
         row = self._database.read(lambda connection: connection.execute(query).one())
         return int(row[0] or 0), int(row[1])
 
     def is_complete(self, rollout_id: str, *, awaiting: bool = False) -> bool:
-        """True when all groups are whole, as ``progress`` counts, and those of an evaluation have been counted."""
+        """Return True if all groups are whole, as in ``progress``, or counted for an evaluation."""
         whole = GROUPS.c.state.in_(SAMPLED if awaiting else WHOLE)
         done = case((ROLLOUTS.c.kind == "eval", GROUPS.c.state == GroupState.CONSUMED), else_=whole)
         missing = (
@@ -187,7 +188,7 @@ class RolloutTable:
         return self._database.read(lambda connection: connection.execute(missing.limit(1)).first()) is None
 
     def task_sources(self, rollout_id: str) -> dict[str, str]:
-        """Id of each task of a rollout -> its data source, by position."""
+        """Return task id -> data source for a rollout's tasks, by position."""
         query = (
             select(GROUPS.c.task_id, TASKS.c.data_source)
             .join(TASKS, TASKS.c.task_id == GROUPS.c.task_id)
@@ -197,12 +198,12 @@ class RolloutTable:
         return {row[0]: row[1] for row in self._database.read(lambda connection: connection.execute(query).all())}
 
     def is_requested(self, rollout_id: str) -> bool:
-        """True once it was asked for."""
+        """Return True once the rollout was requested."""
         query = select(ROLLOUTS.c.sequence).where(ROLLOUTS.c.rollout_id == rollout_id)
         return self._database.read(lambda connection: connection.execute(query).first()) is not None
 
     def metrics(self, rollout_id: str) -> dict[str, float]:
-        """Metrics of the explorers for a rollout, summed over them (seconds, tokens, samples)."""
+        """Return the metrics of a rollout (seconds, tokens, samples), summed over explorers."""
         query = select(ROLLOUT_METRICS).where(ROLLOUT_METRICS.c.rollout_id == rollout_id)
         total: dict[str, float] = {}
         for metrics in self._database.read(
@@ -214,7 +215,7 @@ class RolloutTable:
 
 
 def _lacks_rewards() -> ColumnElement[bool]:
-    """Unused training groups that a step had left out because rewards were missing."""
+    """Return the condition on unused training groups that a step had dropped for missing rewards."""
     late = select(TRAJECTORIES.c.group_id).where(
         TRAJECTORIES.c.group_id == GROUPS.c.group_id, TRAJECTORIES.c.status == "late"
     )
@@ -223,14 +224,14 @@ def _lacks_rewards() -> ColumnElement[bool]:
 
 
 def _waits_for_people() -> ColumnElement[bool]:
-    """Training rollouts with a reward that is to come later, or has."""
+    """Return the condition on training rollouts with late rewards, given or awaited."""
     late = or_(TRAJECTORIES.c.status == "late", TRAJECTORIES.c.record.contains(f'"{GIVEN_LATER}":true'))
     of_rollout = TRAJECTORIES.c.rollout_id == ROLLOUTS.c.rollout_id
     return and_(ROLLOUTS.c.kind == "train", select(TRAJECTORIES.c.group_id).where(of_rollout, late).exists())
 
 
 def _delete_unused(connection: Connection) -> None:
-    """Delete training groups that no step has used."""
+    """Delete unused training groups."""
     unused = GROUPS.c.state.in_((GroupState.PENDING, GroupState.CLAIMED, GroupState.AWAITING, GroupState.READY))
     trained = select(ROLLOUTS.c.rollout_id).where(ROLLOUTS.c.kind == "train")
     ids = list(connection.scalars(select(GROUPS.c.group_id).where(unused, GROUPS.c.rollout_id.in_(trained))))
@@ -241,8 +242,8 @@ def _delete_unused(connection: Connection) -> None:
 
 
 def _sample_again(connection: Connection, from_step: int) -> None:
-    """Make unused groups pending that have, or may have, tokens of weights with more than ``from_step`` steps: those of
-    explorers that live on too. Tokens that earlier weights have sampled before those stay, as segments."""
+    """Make unused groups pending again if they may have tokens of weights with more than ``from_step`` steps, including
+    groups of running explorers. Tokens sampled before those stay as segments."""
     dead = set(connection.scalars(select(VERSIONS.c.version).where(VERSIONS.c.step > from_step)))
     if not dead:
         return
@@ -261,7 +262,7 @@ def _sample_again(connection: Connection, from_step: int) -> None:
     beyond = (GROUPS.c.reached > from_step, GROUPS.c.rollout_id.in_(trained))
     connection.execute(update(GROUPS).where(*beyond).values(reached=None))
     for few in chunks(sorted(ids)):
-        # First, as in ``delete_rollouts``: it waits for whoever puts or appends, and nobody does after it.
+        # First, as in ``delete_rollouts``: it waits for concurrent puts and appends and prevents later ones.
         connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(again))
         cut_segments(connection, few, dead)
         for table in (TRAJECTORIES, GROUP_IMAGES):
@@ -270,7 +271,7 @@ def _sample_again(connection: Connection, from_step: int) -> None:
 
 def delete_rollouts(connection: Connection, rollout_ids: Sequence[str]) -> None:
     """Delete rollouts with their groups, trajectories and metrics."""
-    # Groups first: on PostgreSQL this waits for a worker that is finishing one, and what that wrote is deleted next.
+    # Groups first: on PostgreSQL this waits for a worker that finishes one; its rows are deleted next.
     for table in (GROUPS, TRAJECTORIES, GROUP_IMAGES, SEGMENTS, ROLLOUT_METRICS, ROLLOUTS):
         for rollout_id in rollout_ids:
             connection.execute(delete(table).where(table.c.rollout_id == rollout_id))

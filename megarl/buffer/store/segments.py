@@ -1,7 +1,7 @@
-"""Tokens of unfinished trajectories, so that whoever claims their group next goes on where they were.
+"""Tokens of unfinished trajectories, so that the next claim of their group continues them.
 
-An explorer appends each segment before it asks for the next one, under the claim that its group has now. They are
-deleted with the write that makes the group whole.
+An explorer appends each segment before it requests the next one, under the group's current claim. The write that
+completes the group deletes them.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from megarl.core.schema import Segment, digest_of, line_of_turns
 
 
 class SegmentTable:
-    """Segments of claimed groups, and how far their trajectories have come."""
+    """Segments of claimed groups, and the progress of their trajectories."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
 
     def append(self, segments: Sequence[tuple[Claim, Segment]]) -> list[bool]:
-        """Write segments in one transaction; False for those whose claim is no longer their group's. Safe to repeat:
-        the same rows are written again."""
+        """Write segments in one transaction; return False for each with an outdated claim. Safe to repeat: the same
+        rows are written again."""
         rows = [segment_to_row(claim.group_id, claim.rollout_id, segment) for claim, segment in segments]
         claims = {claim.group_id: claim for claim, _ in segments}
 
@@ -41,7 +41,7 @@ class SegmentTable:
         return self._database.write(work)
 
     def forget(self, claim: Claim, index: int, from_turn: int = 0) -> None:
-        """Forget the tokens of a trajectory that begins again, there from a response on. Safe to repeat."""
+        """Delete the segments of a restarted trajectory, from response ``from_turn`` on. Safe to repeat."""
 
         def work(connection: Connection, again: bool) -> None:
             if _held(connection, [claim]):
@@ -52,7 +52,7 @@ class SegmentTable:
         self._database.write(work)
 
     def reach(self, claim: Claim, step: int) -> None:
-        """Write down that no trajectory of the group gets further tokens of the weights of ``step`` steps. Safe to
+        """Record that no trajectory of the group gets further tokens from the weights of ``step`` steps. Safe to
         repeat."""
         values = {"reached": step}
         self._database.write(
@@ -60,14 +60,14 @@ class SegmentTable:
         )
 
     def reached(self, rollout_id: str, step: int) -> tuple[int, int]:
-        """(groups that are whole or have reached ``step``, groups in all)."""
+        """Return (groups that are whole or have reached ``step``, all groups)."""
         there = case((GROUPS.c.state.in_((*WHOLE, GroupState.AWAITING)), 1), (GROUPS.c.reached >= step, 1), else_=0)
         query = select(func.sum(there), func.count()).where(GROUPS.c.rollout_id == rollout_id)
         row = self._database.read(lambda connection: connection.execute(query).one())
         return int(row[0] or 0), int(row[1])
 
     def read(self, group_ids: Sequence[str]) -> dict[str, dict[int, tuple[Segment, ...]]]:
-        """Segments by group and by index of the trajectory, in order."""
+        """Return group id -> trajectory index -> segments in order."""
         found: dict[str, dict[int, tuple[Segment, ...]]] = {}
         for few in chunks(group_ids):
             query = select(SEGMENTS).where(SEGMENTS.c.group_id.in_(few))
@@ -81,10 +81,10 @@ class SegmentTable:
 
 
 def _held(connection: Connection, claims: Collection[Claim]) -> set[str]:
-    """Ids of the groups that these claims have now; their rows are locked: whoever deletes a group waits for us."""
+    """Return ids of the groups still held by these claims, and lock their rows against deletion."""
     tokens = {claim.group_id: claim.token for claim in claims}
     found: set[str] = set()
-    for few in chunks(sorted(tokens)):  # in one order, so that no two explorers wait for each other
+    for few in chunks(sorted(tokens)):  # in one order, to prevent deadlocks between explorers
         query = select(GROUPS.c.group_id, GROUPS.c.claim_token).where(
             GROUPS.c.group_id.in_(few), GROUPS.c.state == GroupState.CLAIMED
         )
@@ -94,8 +94,8 @@ def _held(connection: Connection, claims: Collection[Claim]) -> set[str]:
 
 
 def cut_segments(connection: Connection, group_ids: Sequence[str], dead: Collection[str]) -> None:
-    """Cut the unfinished trajectories of groups, and those that have ended, before their first token of a ``dead``
-    version; what is left of them are segments."""
+    """Truncate all trajectories of groups before their first token of a ``dead`` version, and store the rest as
+    segments."""
     ended = select(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(group_ids))
     unfinished = select(SEGMENTS).where(SEGMENTS.c.group_id.in_(group_ids))
     kept: dict[tuple[str, str, int], list[Segment]] = {}
@@ -115,7 +115,7 @@ def cut_segments(connection: Connection, group_ids: Sequence[str], dead: Collect
 
 
 def until_cut(segments: Iterable[Segment], dead: Collection[str]) -> Iterator[Segment]:
-    """Segments of one trajectory up to the first token of a ``dead`` version: what follows it was sampled after it."""
+    """Yield the segments of one trajectory up to its first token of a ``dead`` version."""
     for segment in sorted(segments, key=attrgetter("turn", "start")):
         kept = segment.before(dead)
         if kept is not None:
@@ -125,9 +125,9 @@ def until_cut(segments: Iterable[Segment], dead: Collection[str]) -> Iterator[Se
 
 
 def segments_of(row: Any) -> Iterator[Segment]:
-    """Responses of the trajectory in a row, each as one segment. The number of a response is its place among them.
+    """Yield each response of the trajectory in a row as one segment, numbered by its place among them.
 
-    A context with images has its placeholders expanded here, so none that is asked for matches it.
+    Contexts with images have expanded placeholders here, so no requested context matches them.
     """
     trajectory = trajectory_from_row(row)
     turns = trajectory.turns

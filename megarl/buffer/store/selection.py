@@ -1,6 +1,6 @@
-"""Trajectories chosen by step, reward, end, source and kind, for people and tools that look at a run's data.
+"""Trajectories selected by step, reward, end, source and kind, for inspection of a run's data.
 
-Everything comes in the order of rollouts, groups and members, and in parts of bounded size.
+Results are ordered by rollout, group and member, in parts of bounded size.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from megarl.buffer.store.transactions import Transactions
 from megarl.core.schema import GREEDY, End, Task, Trajectory
 
 USED = (GroupState.CONSUMED, GroupState.DROPPED)
-"""States of groups that no step or evaluation takes any more."""
+"""States of groups that no later step or evaluation takes."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Filters on trajectories; all must match. A bound that is None is open."""
+    """Filters on trajectories; all must match. A None bound is open."""
 
     steps: tuple[int | None, int | None] = (None, None)
     """First and last step, as ``StoredGroup.at_step``."""
@@ -47,7 +47,7 @@ class Selection:
     kinds: Collection[RolloutKind] = ("train", "eval")
 
     def of_group(self) -> list[ColumnElement[bool]]:
-        """Conditions on a group, its rollout and its task."""
+        """Return the conditions on a group, its rollout and its task."""
         first, last = self.steps
         found: list[ColumnElement[bool]] = [ROLLOUTS.c.kind.in_(self.kinds), GROUPS.c.state.in_(SAMPLED)]
         found += [] if first is None else [at_step >= first]
@@ -79,13 +79,13 @@ class StoredGroup(NamedTuple):
     position: int
     kind: RolloutKind
     at_step: int
-    """Number of the step that used it, or that it was asked for, from 1; of an evaluation, steps in its weights."""
+    """Number from 1 of the step that used it or requested it; for an evaluation, steps in its weights."""
     state: str
     used_by: int | None
     reason: str | None
-    """Reason why it was dropped."""
+    """Reason of its drop."""
     version: str
-    """Weights version that it was asked for with."""
+    """Weights version at its request."""
     group_size: int
     task_id: str
     data_source: str
@@ -103,22 +103,22 @@ class Glance(NamedTuple):
     nbytes: int
     """Bytes of its arrays."""
     end: End | None
-    """None where it was not read."""
+    """None if not read."""
 
 
 class SelectionTable:
-    """Reads what people ask for, and deletes what they no longer need."""
+    """Reads selected groups and trajectories, and deletes used trajectories."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
 
     def count(self, selection: Selection) -> int:
-        """Number of groups that the conditions on groups leave, for a progress bar."""
+        """Return the number of groups that match the group conditions, for a progress bar."""
         query = _with_rollout(select(func.count())).where(*selection.of_group())
         return self._database.read(lambda connection: connection.scalar(query)) or 0
 
     def groups(self, selection: Selection) -> Iterator[list[StoredGroup]]:
-        """Yield groups that the conditions on groups leave, at most ``IDS`` together."""
+        """Yield groups that match the group conditions, at most ``IDS`` together."""
         query = select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.num_groups).where(ROLLOUTS.c.kind.in_(selection.kinds))
         rollouts = self._database.read(lambda c: [tuple(row) for row in c.execute(query.order_by(ROLLOUTS.c.sequence))])
         for few in _together(rollouts):
@@ -130,16 +130,16 @@ class SelectionTable:
                 yield found[start : start + IDS]
 
     def group(self, group_id: str) -> StoredGroup | None:
-        """One group, in whichever state; None where there is none of this id."""
+        """Return the group with this id, in any state; None if missing."""
         query = _groups().where(GROUPS.c.group_id == group_id)
         found = self._database.read(lambda connection: connection.execute(query).first())
         return None if found is None else StoredGroup(*found)
 
     def glances(self, groups: Sequence[StoredGroup], *, ends: bool) -> list[Glance]:
-        """Trajectories of at most ``IDS`` groups without their tokens; greedy ones are left out.
+        """Return the trajectories of at most ``IDS`` groups without tokens and without greedy answers.
 
         Args:
-            ends: Read how each has ended, which costs some milliseconds for a thousand.
+            ends: Read each trajectory's end, some milliseconds per thousand.
         """
         columns: list[ColumnElement[Any]] = [TRAJECTORIES.c[name] for name in ("group_id", "score", "status")]
         columns += [TRAJECTORIES.c.index.label("number"), func.length(TRAJECTORIES.c.tensors).label("nbytes")]
@@ -149,7 +149,7 @@ class SelectionTable:
         of_id = {group.group_id: group for group in groups}
 
         def work(connection: Connection) -> None:
-            for found in members.values():  # a read that is repeated begins again
+            for found in members.values():  # a retried read starts again
                 found.clear()
             for row in connection.execute(query):
                 end = end_in(row.status, row.record) if ends else None
@@ -160,7 +160,7 @@ class SelectionTable:
         return [glance for found in members.values() for glance in sorted(found, key=lambda each: each.number)]
 
     def members(self, group_ids: Sequence[str]) -> list[Trajectory]:
-        """Trajectories of groups that are there, a greedy one before the others of its group."""
+        """Return the stored trajectories of groups, a greedy answer before the others of its group."""
         query = select(TRAJECTORIES).order_by(TRAJECTORIES.c.index)
         found: dict[str, list[Trajectory]] = {group_id: [] for group_id in group_ids}
         for few in chunks(group_ids):
@@ -170,7 +170,7 @@ class SelectionTable:
         return [each for members in found.values() for each in members]
 
     def tasks_named(self, task_ids: Collection[str]) -> dict[str, Task]:
-        """Tasks by their id, without images; those that are not there are left out."""
+        """Return existing tasks by id, without images."""
         found: dict[str, Task] = {}
         for few in chunks(sorted(task_ids)):
             query = select(TASKS).where(TASKS.c.task_id.in_(few))
@@ -179,8 +179,8 @@ class SelectionTable:
         return found
 
     def needed_again(self, groups: Sequence[StoredGroup], checkpoints: Collection[int]) -> set[str]:
-        """Ids of training groups that a start from one of the ``checkpoints`` (steps) would use again: sampled with
-        weights of before it, and used by a later step."""
+        """Return ids of training groups that a resume from one of the ``checkpoints`` (steps) would use again: sampled
+        with earlier weights and used by a later step."""
         later = [and_(GROUPS.c.used_by > step, steps_of_weights() < step) for step in checkpoints]
         query = select(GROUPS.c.group_id).join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
         ids = [group.group_id for group in groups if group.kind == "train"]
@@ -193,13 +193,13 @@ class SelectionTable:
     def delete_trajectories(self, group_ids: Sequence[str]) -> int:
         """Delete the trajectories of at most ``IDS`` used groups, in one transaction; return their number.
 
-        Groups stay, with state and step. One that is not, or no longer, used is left as it is. Safe to repeat: the
-        number is then what was left to delete.
+        Groups keep their state and step; unused groups are unchanged. Safe to repeat: the number counts only remaining
+        trajectories.
         """
         used = (GROUPS.c.group_id.in_(group_ids), GROUPS.c.state.in_(USED))
 
         def work(connection: Connection, again: bool) -> int:
-            # Locked on PostgreSQL: a start of the job that makes groups ready again waits, or is waited for.
+            # Locks on PostgreSQL against a job start that makes groups ready again.
             ids = list(connection.scalars(select(GROUPS.c.group_id).where(*used).with_for_update()))
             connection.execute(delete(GROUP_IMAGES).where(GROUP_IMAGES.c.group_id.in_(ids)))
             return connection.execute(delete(TRAJECTORIES).where(TRAJECTORIES.c.group_id.in_(ids))).rowcount
@@ -208,7 +208,7 @@ class SelectionTable:
 
 
 def _together(rollouts: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
-    """Cut (id, number of groups) into runs of about ``IDS`` groups, one rollout at least."""
+    """Split rollouts (id, number of groups) into parts of about ``IDS`` groups, at least one rollout each."""
     few: list[str] = []
     room = IDS
     for rollout_id, groups in rollouts:

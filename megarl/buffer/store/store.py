@@ -1,13 +1,13 @@
 """Tasks, expert experiences, rollouts, groups and trajectories in one SQL database.
 
-The trainer asks for a rollout (one group per task); explorers claim groups and put each back whole, in one
-transaction; the trainer takes what is ready, and commits what it has used with its step. A claim carries a token.
-Only the claim that a group has *now* may put it, so whatever happens to explorers, trajectories are written once.
+The trainer requests a rollout (one group per task); explorers claim groups and put each back whole, in one transaction;
+the trainer takes ready groups and commits their use with its step. A claim carries a token. Only a group's *current*
+claim may put it, so trajectories are written once even if explorers die.
 
-Every write is one transaction, fenced by the job's attempt and repeated when the connection was lost
-(``transactions.py``); each docstring explains why a repetition does no harm. SQLite runs in WAL mode with
-``synchronous=NORMAL``: killing any process loses no committed transaction. A power cut may lose those since the last
-``sync``, which comes before every checkpoint's manifest. WAL needs a local file system.
+Every write is one transaction, fenced by the job's attempt and retried when the connection is lost
+(``transactions.py``); each docstring explains why it is safe to repeat. SQLite runs in WAL mode with
+``synchronous=NORMAL``: killing any process loses no committed transaction. A power cut may lose transactions since the
+last ``sync``, which precedes every checkpoint's manifest. WAL needs a local file system.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Store:
 
     Args:
         url: ``store.url``, or SQLAlchemy's for sqlite or postgresql.
-        attempt: Of the job that this process belongs to. Every write raises FencedError once another one has begun.
-            None (reports, tools) writes whatever attempt there is.
-        outage_s: How long a database that does not answer is waited for; 0 fails at once.
-        read_only: Leave a SQLite file as it is, and make no tables.
-        has_tables: Another process has made the tables. Then nothing connects before the first call.
-        program: Of the job that this process belongs to; attempts of another program are not its own.
+        attempt: Attempt of this process's job. Every write raises FencedError once another attempt has begun. None
+            (reports, tools) writes in any attempt.
+        outage_s: Seconds of retries of an unreachable database; 0 fails immediately.
+        read_only: Do not change a SQLite file or create tables.
+        has_tables: Another process has created the tables; the first call then opens the connection.
+        program: Program of this process's job; attempts are counted per program.
 
     Raises:
         ConfigError: the URL cannot be read or its driver is missing.
@@ -61,7 +61,7 @@ class Store:
         self.database = database = Transactions(
             url, attempt, outage_s, read_only=read_only, has_tables=has_tables, program=program
         )
-        """Transactions of this process, for queries that no table has a method for."""
+        """Transactions of this process, for queries without a table method."""
         self.program = program
         self.tasks = TaskTable(database)
         self.experts = ExpertTable(database)
@@ -82,13 +82,13 @@ class Store:
         self.database.close()
 
     def begin_attempt(self, attempt: int) -> None:
-        """Begin an attempt, before any of its processes starts: processes of earlier attempts can write nothing from
-        here on. This handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
+        """Begin an attempt, before any of its processes starts: processes of earlier attempts can no longer write. This
+        handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
 
         Raises FencedError when the stored attempt is not smaller.
         """
         self.database.begin_attempt(attempt)
 
     def sync(self) -> None:
-        """Return when all that any process has committed so far would outlive a power cut. Safe to repeat."""
+        """Sync to disk every commit of all processes so far, so that it survives a power cut. Safe to repeat."""
         self.database.sync()

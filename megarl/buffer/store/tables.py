@@ -9,7 +9,8 @@ from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, Large
 
 METADATA = MetaData()
 SCHEMA, SCHEMA_KEY = 16, "schema"
-"""Number of these tables, and its key in ``job``. A store of another number is refused, but for those of ``REMADE``."""
+"""Number of these tables, and its key in ``job``. Stores with another number are refused, except those in
+``REMADE``."""
 
 IDS = 1000
 """Most ids in one statement."""
@@ -19,25 +20,25 @@ class GroupState(StrEnum):
     """Life of a group in the buffer, in this order; the last two are committed with a step."""
 
     PENDING = "pending"
-    """Asked for."""
+    """Requested."""
     CLAIMED = "claimed"
-    """An explorer works on it."""
+    """Claimed by an explorer."""
     AWAITING = "awaiting"
-    """All its trajectories are there, and rewards are to come."""
+    """All trajectories are stored; rewards arrive later."""
     READY = "ready"
-    """Whole: all its trajectories are there, with their rewards."""
+    """Whole: all trajectories are stored, with their rewards."""
     CONSUMED = "consumed"
-    """A step has trained on it; an evaluation has counted it."""
+    """Trained on by a step, or counted by an evaluation."""
     DROPPED = "dropped"
-    """A step has left it out; ``reason`` is why."""
+    """Dropped by a step, for ``reason``."""
 
 
 OPEN = (GroupState.PENDING, GroupState.CLAIMED, GroupState.AWAITING, GroupState.READY)
-"""States in which no step has used a group, and no evaluation has counted it."""
+"""States of groups not yet used by a step or counted by an evaluation."""
 WHOLE = (GroupState.READY, GroupState.CONSUMED, GroupState.DROPPED)
-"""States in which a group's trajectories are there, with their rewards."""
+"""States of groups with trajectories and rewards."""
 SAMPLED = (GroupState.AWAITING, *WHOLE)
-"""States in which a group's trajectories are there."""
+"""States of groups with trajectories."""
 
 
 TASKS = Table(
@@ -71,7 +72,7 @@ EXPERT_IMPORTS = Table(
     Column("source", String, nullable=False),  # path of a file, or run:DIR
     Column("imported_at", Float, nullable=False),
     Column("given", Integer, nullable=False),  # rows of the source
-    Column("added", Integer, nullable=False),  # those that were new
+    Column("added", Integer, nullable=False),  # new rows
     Column("by_setting", Integer, nullable=False),  # 1: of taskset.expert, which replaces its earlier rows
 )
 
@@ -103,7 +104,7 @@ ROLLOUTS = Table(
 )
 
 STALE = -1
-"""Value of ``versions.live`` for those of before the last start of a trainer."""
+"""Value of ``versions.live`` for versions from before the trainer's last start."""
 
 VERSIONS = Table(
     "versions",
@@ -117,8 +118,8 @@ VERSIONS = Table(
     Index("versions_in_order", "attempt", "n"),
     Index("versions_by_live", "live"),
 )
-"""Weights that engines were given, in any attempt. Those of steps after a resume are dead: no unused group keeps tokens
-of them."""
+"""Weights published to engines in any attempt. A resume discards the weights of later steps: unused groups keep no
+tokens of them."""
 
 GROUPS = Table(
     "groups",
@@ -146,7 +147,7 @@ REPLAYS = Table(
     Column("step", Integer, primary_key=True, autoincrement=False),  # number of the step, from 1
     Column("group_id", String, primary_key=True),
 )
-"""Consumed groups that a later step has trained on again."""
+"""Consumed groups replayed by a later step."""
 
 EXCLUDED = Table(
     "excluded",
@@ -157,7 +158,7 @@ EXCLUDED = Table(
     Column("reason", String, nullable=False),
     Index("excluded_by_group", "group_id"),
 )
-"""Trajectories that a step has left out of groups that it has trained on."""
+"""Trajectories that a step excluded from the groups it trained on."""
 
 TRAJECTORIES = Table(
     "trajectories",
@@ -182,7 +183,7 @@ GROUP_IMAGES = Table(
     Column("image", LargeBinary, nullable=False),  # the file
     Index("group_images_by_rollout", "rollout_id"),
 )
-"""Images of a group's trajectories that are none of its task's; they live as long as these."""
+"""Images of a group's trajectories that are not its task's; deleted with the trajectories."""
 
 SEGMENTS = Table(
     "segments",
@@ -243,7 +244,7 @@ ENGINES = Table(
     Column("done_turn", Integer, nullable=False),
     Column("refused", String, nullable=False),
 )
-"""Engines of all running jobs, as ``EngineRow`` has them; each start of a job writes its own again."""
+"""Engines of all running jobs, as ``EngineRow``; each start of a job rewrites its rows."""
 ENGINE_WEIGHTS = Table(
     "engine_weights",
     METADATA,
@@ -253,7 +254,7 @@ ENGINE_WEIGHTS = Table(
     Column("version", String, nullable=False),
     Column("start", BigInteger, nullable=False),
 )
-"""Weights that engines have proven to have, as ``ProvenWeights`` has them."""
+"""Weights that engines have proven to have, as ``ProvenWeights``."""
 
 WORKERS = Table(
     "workers",
@@ -263,15 +264,15 @@ WORKERS = Table(
     Column("attempt", Integer),
     Column("beat", Integer, nullable=False),  # heartbeats so far
 )
-"""Heartbeats. Whoever looks measures with its own clock how long a number stays the same."""
+"""Heartbeats. Readers measure with their own clock how long a number stays unchanged."""
 
 REMADE = {"14": (ENGINES,), "15": (ENGINES,)}
-"""Number of an earlier schema -> tables that are dropped and made again. Each start of a job writes these; the other
-tables are as before."""
+"""Number of an earlier schema -> tables that are dropped and recreated. Each start of a job rewrites them; the other
+tables are unchanged."""
 
 JOB = Table("job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
 
 
 def chunks(ids: Sequence[str]) -> list[Sequence[str]]:
-    """Cut ids into runs for one statement each."""
+    """Split ids into parts for one statement each."""
     return [ids[i : i + IDS] for i in range(0, len(ids), IDS)]

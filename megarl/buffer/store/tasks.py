@@ -15,7 +15,7 @@ from megarl.core.schema import Task
 
 
 class TaskTable:
-    """Tasks that rollouts may ask for."""
+    """Tasks available to rollouts."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
@@ -23,7 +23,7 @@ class TaskTable:
     def add(self, split: str, tasks: Sequence[Task]) -> None:
         """Make ``tasks`` the whole of ``split``, in this order. Safe to repeat: the split is written again.
 
-        Raises DataError when a task id occurs twice or belongs to another split, or a text holds a NUL character.
+        Raises DataError when a task id occurs twice or belongs to another split, or a text contains a NUL character.
         """
         ids = [task.task_id for task in tasks]
         if len(set(ids)) != len(ids):
@@ -43,7 +43,7 @@ class TaskTable:
                 )
             if rows:
                 connection.execute(insert(TASKS), rows)
-            for task in tasks:  # one after another: a row's images may be 32 MiB
+            for task in tasks:  # one at a time: a row's images may take 32 MiB
                 for i, image in enumerate(task.images):
                     row = {"task_id": task.task_id, "position": i, "image": image}
                     connection.execute(insert(TASK_IMAGES), row)
@@ -51,12 +51,13 @@ class TaskTable:
         self._database.write(work)
 
     def ids(self, split: str) -> list[str]:
-        """Ids of a split's tasks in the order in which they were added."""
+        """Return the ids of a split's tasks in insertion order."""
         query = select(TASKS.c.task_id).where(TASKS.c.split == split).order_by(TASKS.c.position)
         return self._database.read(lambda connection: list(connection.scalars(query)))
 
     def changed(self, split: str, tasks: Sequence[Task]) -> tuple[list[Task], list[Task]]:
-        """Return (stored tasks of a split that differ in ``tasks`` or are missing there, the ones with groups)."""
+        """Return (stored tasks of a split that differ from ``tasks`` or are missing there, those of them with
+        groups)."""
         now = {task.task_id: stored_task(task) for task in tasks}
         changed = [task for task in self.read(split) if now.get(task.task_id) != task]
         asked = self._database.read(lambda connection: set(connection.scalars(select(GROUPS.c.task_id).distinct())))
@@ -68,12 +69,11 @@ class TaskTable:
         return self._database.read(lambda connection: list(connection.scalars(query)))
 
     def images(self, task_ids: Collection[str]) -> dict[str, tuple[bytes, ...]]:
-        """Files of the images of these tasks in order, of those that have any."""
+        """Return task id -> image files in order, for tasks with images."""
         return self._database.read(lambda connection: images_of(connection, task_ids))
 
     def read(self, split: str, *, images: bool = True) -> list[Task]:
-        """A split's tasks in the order in which they were added; without ``images`` those are not read, and each has
-        none."""
+        """Return a split's tasks in insertion order; without ``images`` their images are not read."""
 
         def work(connection: Connection) -> list[Task]:
             rows = connection.execute(select(TASKS).where(TASKS.c.split == split).order_by(TASKS.c.position)).all()

@@ -1,11 +1,11 @@
-"""Transactions that outlive a lost connection, and that only the newest attempt of a job may write.
+"""Transactions that survive a lost connection and are fenced by the job's attempt.
 
-**Lost connections.** A transaction whose connection breaks is run again, until the database is back or has been away
-for ``outage_s``. Whether the broken one was committed cannot be known, so each write must come out the same when it is
-run twice. Before a repetition looks, the broken one has ended: every write of a handle holds the handle's own lock.
+**Lost connections.** A transaction with a lost connection is retried until it succeeds or the database has been
+unreachable for ``outage_s``. The first try may have been committed, so each write must be safe to run twice. A retry
+starts only after the first try has ended: every write of a handle holds the handle's lock.
 
-**Fencing.** ``begin_attempt`` stores the attempt's number; a handle of attempt n compares it inside every write. A rank
-that nobody could end, on a node whose daemon died, finds another number there and changes nothing.
+**Fencing.** ``begin_attempt`` stores the attempt's number; every write of a handle compares it with its own. A rank
+left over on a node with a dead daemon finds another number and writes nothing.
 """
 
 from __future__ import annotations
@@ -35,21 +35,19 @@ T = TypeVar("T")
 
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 TRY_S = 60.0
-"""Most seconds that count between two failures: a process that was suspended (``scontrol suspend``) has tried
-nothing."""
+"""Most seconds counted between two failures: a suspended process (``scontrol suspend``) has not tried in between."""
 QUIET_S = 10.0
-"""Seconds for which a locked file is not reported."""
+"""Seconds before a locked file is logged."""
 _INSERT: dict[str, Callable[[Table], Any]] = {"postgresql": postgresql.insert, "sqlite": sqlite.insert}
 _PASSING = ("08", "40", "53", "57")
-"""Classes of PostgreSQL's error codes that pass by themselves: connection, serialization (deadlock), resources,
-shutdown."""
+"""Classes of transient PostgreSQL errors: connection, serialization (deadlock), resources, shutdown."""
 _POSTGRES_LOCKED = ("40001", "40P01", "55P03")
 """PostgreSQL's serialization_failure, deadlock_detected, and lock_not_available, which its ``lock_timeout`` raises."""
 _READ_ONLY = "25006"
-"""PostgreSQL's read_only_sql_transaction: a standby, or a database that is being maintained."""
+"""PostgreSQL's read_only_sql_transaction: a standby, or a database under maintenance."""
 SQLITE_LOCKED = ("SQLITE_BUSY", "SQLITE_LOCKED")
 _SQLITE_DAMAGED = ("SQLITE_CORRUPT", "SQLITE_NOTADB", "SQLITE_IOERR_READ", "SQLITE_IOERR_SHORT_READ")
-_SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the index of the write-ahead log
+_SQLITE_FULL = ("SQLITE_FULL", "SQLITE_IOERR_SHMSIZE")  # the latter: no room for the log's index
 _SQLITE_INACCESSIBLE = (
     "SQLITE_READONLY",
     "SQLITE_CANTOPEN",
@@ -57,16 +55,15 @@ _SQLITE_INACCESSIBLE = (
     "SQLITE_IOERR_ACCESS",
     "SQLITE_IOERR_SHMOPEN",
 )
-_TABLES_LOCK = 0x6D65676172  # any number that nobody else takes; those of handles are random
+_TABLES_LOCK = 0x6D65676172  # any unused number; handles have random ones
 _SYNCED = "synced"
-_JITTER = random.Random()  # not the generator that a run's results depend on
+_JITTER = random.Random()  # separate from the generator of a run's results
 
 
 class Transactions:
-    """One process's handle on a database. ``attempt`` fences its writes; None writes whatever is stored.
+    """One process's handle on a database. ``attempt`` fences its writes; None writes in any attempt.
 
-    The tables are made where they are missing, unless ``read_only`` keeps a SQLite file as it is. ``outage_s`` 0 runs
-    nothing twice.
+    Missing tables are created, unless ``read_only`` forbids changes of a SQLite file. ``outage_s`` 0 retries nothing.
 
     Raises:
         ConfigError: the URL cannot be read or its driver is missing; (every method) a SQLite file cannot be opened or
@@ -113,7 +110,7 @@ class Transactions:
         self._syncing.dispose()
 
     def read(self, work: Callable[[Connection], T]) -> T:
-        """``work`` in a transaction that writes nothing."""
+        """Run ``work`` in a read-only transaction."""
 
         def transaction() -> T:
             with self.reader.connect() as connection:
@@ -122,10 +119,10 @@ class Transactions:
         return self._persist(lambda again: transaction())
 
     def write(self, work: Callable[[Connection, bool], T], engine: Engine | None = None) -> T:
-        """``work(connection, again)`` in a transaction of its own, committed.
+        """Run ``work(connection, again)`` in a transaction and commit it.
 
-        ``again``: an earlier run was cut off, and may have been committed. ``work`` must then change nothing that was
-        done already, and answer what the earlier run could not.
+        ``again``: an earlier try lost its connection and may have been committed. ``work`` must then not change its
+        results again, and must return what it would have returned.
 
         Raises FencedError before ``work`` when another attempt has begun.
         """
@@ -136,23 +133,23 @@ class Transactions:
                     self._enter(connection)
                     return work(connection, again)
                 result = work(connection, again)
-                self._enter(connection)  # the attempt is in a table; where this raises, nothing was made
+                self._enter(connection)  # the attempt is in a table; if this raises, no tables were created
                 return result
 
         return self._persist(transaction)
 
     def begin_attempt(self, attempt: int) -> None:
-        """Fence all earlier attempts; this handle's writes are the new one's from now on.
+        """Fence all earlier attempts; this handle then writes for the new attempt.
 
-        Safe to repeat: the number is stored with a mark of this call, and finding both means that it is done. Waits for
-        writes that are under way.
+        Safe to repeat: the number is stored with a mark of this call, by which a retry finds it. Waits for writes in
+        progress.
 
         Raises FencedError when the stored number is not smaller.
         """
         mark = secrets.token_hex(8)
 
         def work(connection: Connection, again: bool) -> None:
-            if connection.dialect.name == "postgresql":  # two that begin together take turns
+            if connection.dialect.name == "postgresql":  # serialise concurrent starts
                 connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
             stored = connection.scalar(select(JOB.c.value).where(JOB.c.key == self._attempt_key))
             if stored == f"{attempt} {mark}":
@@ -165,15 +162,15 @@ class Transactions:
                 )
             put(connection, JOB, [{"key": self._attempt_key, "value": f"{attempt} {mark}"}])
 
-        self.attempt = None  # or the check before ``work`` would look for the attempt that is to end
+        self.attempt = None  # or the check before ``work`` would require the old attempt
         self.write(work)
         self.attempt = attempt
 
     def sync(self) -> None:
-        """Return when all that was committed before, by whomever, would outlive a power cut.
+        """Sync to disk all earlier commits of all processes, so that they survive a power cut.
 
-        A commit with ``synchronous=FULL`` writes SQLite's whole log through to the disk; PostgreSQL does so with every
-        commit, unless its ``synchronous_commit`` is off.
+        A commit with ``synchronous=FULL`` syncs SQLite's whole log to disk; PostgreSQL does so with every commit,
+        unless its ``synchronous_commit`` is off.
         """
 
         def work(connection: Connection, again: bool) -> None:
@@ -186,10 +183,10 @@ class Transactions:
             sync_folder(self._path.parent)  # another process may have made the log
 
     def _enter(self, connection: Connection) -> None:
-        """Take this handle's lock, and see that the attempt is still ours, for as long as the transaction lasts.
+        """Take this handle's lock and check the attempt, for the whole transaction.
 
-        SQLite's writers take turns. On PostgreSQL the row of the attempt is locked against ``begin_attempt``, which
-        waits for the transaction; shared, so that the writers of one attempt do not wait for each other.
+        SQLite serialises writers. On PostgreSQL a shared lock on the attempt's row blocks ``begin_attempt`` but not
+        other writers of the attempt.
         """
         alone = func.pg_advisory_xact_lock(self._handle)
         postgres = connection.dialect.name == "postgresql"
@@ -219,7 +216,7 @@ class Transactions:
                 if not passes(error):
                     raise
                 if _is_read_only(error):
-                    self.reader.dispose()  # a session stays read-only, and may be of a server that is now a standby
+                    self.reader.dispose()  # a session stays read-only, perhaps on a server that is now a standby
                 outage.wait(error)
                 continue
             except StoreDamagedError as error:
@@ -246,21 +243,21 @@ class Transactions:
 
 
 class Outage:
-    """An outage that one call of a store meets: the time since its first failure, without what this process did not see
-    because it was suspended."""
+    """An outage seen by one call of a store: the time since its first failure, without time in which this process was
+    suspended."""
 
     def __init__(self, name: str, limit_s: float) -> None:
         self._name, self._limit_s = name, limit_s
         self._lasted_s, self._looked = 0.0, 0.0
         self._warned = False
         self.tries = 0
-        """Failed so far."""
+        """Failed tries so far."""
 
     def wait(self, error: DBAPIError) -> None:
-        """A moment before the next try; a lock that is held as long as usual is not worth a line.
+        """Sleep before the next try; logs a warning, for locks only if held unusually long.
 
         Raises:
-            JobError: it has lasted too long.
+            JobError: the outage has lasted too long.
         """
         now, waited_s = time.monotonic(), getattr(error.orig, "waited_s", 0.0)
         self._lasted_s += min(now - self._looked, max(waited_s, TRY_S)) if self.tries else waited_s
@@ -285,7 +282,7 @@ class Outage:
         self.tries += 1
 
     def end(self) -> None:
-        """Log that the database is back, where a line has said that it was not."""
+        """Log that the database is back, if its outage was logged."""
         if self._warned:
             log.warning("store %s: back after %.1f s", self._name, self._lasted_s + time.monotonic() - self._looked)
 
@@ -297,7 +294,7 @@ def _number(stored: str) -> int:
 
 
 def _make_tables(connection: Connection, again: bool) -> None:
-    if connection.dialect.name == "postgresql":  # CREATE TABLE IF NOT EXISTS fails when two run it together
+    if connection.dialect.name == "postgresql":  # concurrent CREATE TABLE IF NOT EXISTS fails
         connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
     is_new = not inspect(connection).has_table(JOB.name)
     stored = None if is_new else connection.scalar(select(JOB.c.value).where(JOB.c.key == SCHEMA_KEY))
@@ -316,7 +313,7 @@ def _make_tables(connection: Connection, again: bool) -> None:
 
 
 def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
-    """Insert rows; where a row of the same primary key is there, it takes the new values."""
+    """Insert rows; an existing row with the same primary key gets the new values."""
     if not rows:
         return
     statement = _INSERT[connection.dialect.name](table)
@@ -332,32 +329,31 @@ def _way_on(error: DBAPIError) -> str:
 
 
 def _is_locked(error: DBAPIError) -> bool:
-    """Another process holds SQLite's file, or rows of PostgreSQL."""
+    """Return True if another process locks SQLite's file or PostgreSQL's rows."""
     locked = getattr(error.orig, "sqlite_errorname", "").startswith(SQLITE_LOCKED)
     return locked or getattr(error.orig, "sqlstate", None) in _POSTGRES_LOCKED
 
 
 def _is_read_only(error: DBAPIError) -> bool:
-    """PostgreSQL takes no write."""
+    """Return True if PostgreSQL refuses writes."""
     return getattr(error.orig, "sqlstate", None) == _READ_ONLY
 
 
 def _is_full(error: DBAPIError) -> bool:
-    """SQLite's word, or PostgreSQL's disk_full."""
+    """Return True if the disk is full."""
     return (
         getattr(error.orig, "sqlite_errorname", "") in _SQLITE_FULL or getattr(error.orig, "sqlstate", None) == "53100"
     )
 
 
 def _is_inaccessible(error: DBAPIError) -> bool:
-    """SQLite's file or its folder cannot be opened or written: rights, a file system that is mounted read-only, a
-    folder at its path."""
+    """Return True if SQLite's file or folder cannot be opened or written: permissions, a read-only mount, a folder at
+    its path."""
     return getattr(error.orig, "sqlite_errorname", "").startswith(_SQLITE_INACCESSIBLE)
 
 
 def is_damage(error: DBAPIError) -> bool:
-    """SQLite's words, or PostgreSQL's data_corrupted and index_corrupted. SQLite's driver has no number for text that
-    is none."""
+    """Return True if the data are damaged. SQLite's driver has no error code for invalid text."""
     name = getattr(error.orig, "sqlite_errorname", "")
     if name.startswith(_SQLITE_DAMAGED) or "Could not decode to UTF-8" in str(error.orig):
         return True
@@ -365,13 +361,13 @@ def is_damage(error: DBAPIError) -> bool:
 
 
 def passes(error: DBAPIError) -> bool:
-    """Return True if the same transaction may well succeed later: the connection broke or could not be made, another
-    process holds a lock, PostgreSQL takes no write now, or the disk is full."""
+    """Return True if the same transaction may succeed later: no connection, a lock of another process, PostgreSQL
+    read-only, or a full disk."""
     if error.connection_invalidated or _is_locked(error) or _is_read_only(error):
         return True
     if not isinstance(error, OperationalError):
         return False
     if (name := getattr(error.orig, "sqlite_errorname", None)) is not None:
         return name.startswith(_SQLITE_FULL)
-    state = getattr(error.orig, "sqlstate", None)  # None: it was not the server that spoke
+    state = getattr(error.orig, "sqlstate", None)  # None: not a server error
     return state is None or state.startswith(_PASSING)

@@ -1,4 +1,4 @@
-"""Heartbeats of explorers and programs, for whoever else works on the store: what one that is silent holds is free."""
+"""Heartbeats of explorers and programs; the groups of a silent worker become free."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ BUSY = "busy "
 
 
 class WorkerTable:
-    """Heartbeats of those who work on the store."""
+    """Heartbeats of workers on the store."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
 
     def beat(self, name: str) -> None:
-        """Show that ``name`` lives. Safe to repeat: nobody reads more into a number than that it is another one."""
+        """Record a heartbeat of ``name``. Safe to repeat: readers only check that the number has changed."""
         before = select(WORKERS.c.beat).where(WORKERS.c.name == name)
 
         def work(connection: Connection, again: bool) -> None:
@@ -35,7 +35,7 @@ class WorkerTable:
         self._database.write(work)
 
     def beats(self) -> dict[str, int]:
-        """Name -> number of its last heartbeat; 0 for a worker that holds claims and never gave one."""
+        """Return name -> number of its last heartbeat; 0 for a worker with claims but no heartbeat."""
         holders = select(GROUPS.c.claimed_by).where(GROUPS.c.state == GroupState.CLAIMED).distinct()
 
         def look(connection: Connection) -> dict[str, int]:
@@ -45,48 +45,48 @@ class WorkerTable:
         return self._database.read(look)
 
     def record_busy(self, name: str, busy: BusyTime) -> None:
-        """Write the time in which an explorer has had samples under way. Safe to repeat."""
+        """Record the time in which an explorer had samples in flight. Safe to repeat."""
         row = {"key": BUSY + name, "value": json.dumps(busy)}
         self._database.write(lambda connection, again: put(connection, JOB, [row]))
 
     def busy_times(self) -> dict[str, BusyTime]:
-        """Explorer -> what it has reported last, those that have ended included."""
+        """Return explorer -> its last report, including ended explorers."""
         query = select(JOB).where(JOB.c.key.startswith(BUSY))
         rows = self._database.read(lambda connection: connection.execute(query).all())
         return {row.key.removeprefix(BUSY): BusyTime(*json.loads(row.value)) for row in rows}
 
 
 class BusyTime(NamedTuple):
-    """Time in which an explorer has had samples under way at its engines."""
+    """Time in which an explorer had samples in flight at its engines."""
 
     seconds: float
     """Up to ``since``, or to ``at``."""
     since: float | None
-    """Wall-clock time at which the samples that are under way began; None while there are none."""
+    """Wall-clock start of the current samples in flight; None without any."""
     at: float
     """Wall-clock time of this report."""
 
     def until(self, now: float) -> float:
-        """Seconds up to ``now``."""
+        """Return the seconds up to ``now``."""
         return self.seconds if self.since is None else self.seconds + max(0.0, now - self.since)
 
 
 @dataclass(frozen=True)
 class _LastBeat:
-    """A worker as the last look found it."""
+    """State of a worker at the last look."""
 
     beat: int
     silent_s: float = 0.0
     moved: bool = False
-    """It has given a heartbeat since it was first seen."""
+    """True if it has sent a heartbeat since it was first seen."""
 
 
 class Silence:
-    """Seconds for which others gave no heartbeat, by this process's monotonic clock.
+    """Seconds without a heartbeat of each worker, by this process's monotonic clock.
 
     Args:
-        every_s: Seconds between two looks; of a longer time, in which this process may have been suspended together
-            with the others, twice as much counts.
+        every_s: Seconds between two looks; a longer gap counts at most twice this, because this process and the workers
+            may have been suspended together.
     """
 
     def __init__(self, every_s: float = math.inf, clock: Callable[[], float] = time.monotonic) -> None:
@@ -96,7 +96,7 @@ class Silence:
         self._seen: dict[str, _LastBeat] = {}
 
     def look(self, beats: Mapping[str, int]) -> None:
-        """Take in what ``WorkerTable.beats`` returned now."""
+        """Process a new result of ``WorkerTable.beats``."""
         now = self._clock()
         passed, self._looked = min(now - self._looked, 2 * self._every_s), now
         self._seen = {name: self._glance(name, beat, passed) for name, beat in beats.items()}
@@ -110,9 +110,9 @@ class Silence:
         return _LastBeat(beat, before.silent_s + passed, before.moved)
 
     def longer_than(self, seconds: float) -> Collection[str]:
-        """Names of those that have been silent for so long."""
+        """Return names of workers silent for more than ``seconds``."""
         return {name for name, seen in self._seen.items() if seen.silent_s > seconds}
 
     def alive(self, seconds: float) -> Collection[str]:
-        """Names of those that were seen to give a heartbeat, and have not been silent for so long since."""
+        """Return names of workers that sent a heartbeat and were not silent for more than ``seconds`` since."""
         return {name for name, seen in self._seen.items() if seen.moved and seen.silent_s <= seconds}

@@ -1,4 +1,4 @@
-"""Names that settings have in other libraries, for the error about an unknown setting."""
+"""Names of settings in other libraries, for the error about an unknown setting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ __all__ = ["PEERS", "VERL", "in_our_words"]
 
 
 def in_our_words(name: str) -> str | None:
-    """Name the setting that another library's ``name`` is here: verl's by its full name, others by the last word.
+    """Return a hint that names our setting for another library's ``name``; None if no table has ``name``.
 
-    Return None for a name that is in no table.
+    verl's settings are looked up by full name, others by the last word.
     """
     if (ours := VERL.get(name)) is not None:
         return f"{name} is verl's name; here it is {ours}"

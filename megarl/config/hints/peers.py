@@ -1,4 +1,4 @@
-"""Names that settings have in TRL, verl and OpenRLHF, without their groups, and what they are called here.
+"""Names of settings in TRL, verl and OpenRLHF, without their groups -> names here.
 
 verl's full names are in ``verl.py``.
 """
@@ -245,4 +245,4 @@ PEERS: dict[str, str] = {
     "use_tensorboard": "trainer.trackers",
     "seed": "trainer.seed",
 }
-"""Name elsewhere -> the setting or settings here, with a note where they differ."""
+"""Name in the other library -> our setting or settings, with a note if they differ."""

@@ -1,5 +1,4 @@
-"""Names that settings have in verl (``ppo_trainer.yaml``, ``ppo_megatron_trainer.yaml``), and what they are called
-here."""
+"""Names of settings in verl (``ppo_trainer.yaml``, ``ppo_megatron_trainer.yaml``) -> names here."""
 
 from __future__ import annotations
 

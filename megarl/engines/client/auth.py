@@ -1,7 +1,7 @@
-"""The job's key, asked for on every path of an engine server.
+"""The job's key, required on every path of an engine server.
 
-vLLM's ``--api-key`` guards only some prefixes, and its development routes (``/collective_rpc`` above all) run any
-code that the caller names. This middleware is outside all of them. Standard library only: vLLM imports it by name
+vLLM's ``--api-key`` guards only some prefixes, and its development routes (``/collective_rpc`` above all) run any code
+that the caller names. This middleware guards all paths. Standard library only: vLLM imports it by name
 (``--middleware megarl.engines.client.auth.RequireKey``).
 """
 
@@ -21,7 +21,7 @@ KEY_VARIABLE = "MEGARL_JOB_KEY"
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header that ``RequireKey`` asks for."""
+    """Return the header that ``RequireKey`` requires."""
     return {"Authorization": f"Bearer {key}"}
 
 

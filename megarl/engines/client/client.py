@@ -1,4 +1,5 @@
-"""The explorer's side of the engines: many prompts in, finished samples out, one by one. asyncio and aiohttp."""
+"""The explorer's side of the engines: it sends many prompts and yields finished samples one by one. Uses asyncio and
+aiohttp."""
 
 from __future__ import annotations
 
@@ -21,17 +22,17 @@ from megarl.engines.client.frames import Completion, Decoder, Failure, FrameErro
 from megarl.engines.fleet import EngineRow
 
 HEARTBEAT_S = 5.0
-"""Longest time between two frames of an engine; less where ``timeout_s`` is short."""
+"""Longest time in seconds between two frames of an engine; less if ``timeout_s`` is short."""
 MAX_ERROR_BYTES = 2**16
 """Most bytes of an error's body that are read."""
 ANSWER_S = 5.0
-"""Seconds within which an engine says how it is."""
+"""Timeout in seconds of an engine's state request."""
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids to answer ``n`` times. Sample j draws from a generator of its own, seeded with ``seed + j``. A
-    ``greedy`` one is answered at temperature 0, whatever the request's is."""
+    """Token ids to sample ``n`` responses for. Sample j has a generator seeded with ``seed + j``. A ``greedy`` prompt
+    is sampled at temperature 0."""
 
     token_ids: Sequence[int] | np.ndarray
     n: int = 1
@@ -40,15 +41,13 @@ class Prompt:
     images: Sequence[bytes] = ()
     """Files of images, one for each placeholder among the ids as the chat template wrote it (not expanded)."""
     max_tokens: int | None = None
-    """Most tokens of a sample, where fewer than the request's."""
+    """Most tokens of a sample, if lower than the request's limit."""
     routing_from: int | None = None
-    """First of ``token_ids`` whose expert ids are asked for (``Completion.routing``), with those of all that follow;
-    None asks for none."""
+    """Index in ``token_ids`` from which expert ids are requested (``Completion.routing``); None requests none."""
     oldest: WeightsVersion | None = None
     """Weights of the last sampled token; older weights must not continue the response. None before a response."""
     home: str = ""
-    """URL of the engine that has computed the beginning of it before, and may have it in its prefix cache; "" for
-    none."""
+    """URL of the engine that may have the prompt's prefix in its cache; ``""`` for none."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +62,13 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     oldest: WeightsVersion | None = None
-    """Oldest weights that may sample. A trainer that lost sight of an engine, or was killed, leaves it with others."""
+    """Oldest weights that may sample, since an engine may have missed updates."""
     newest: WeightsVersion | None = None
-    """Newest weights that may sample, where newer ones must not: those of an evaluation."""
+    """Newest weights that may sample; set for evaluations."""
     routing: bool = False
-    """Expert ids are asked for (``rollout.routing_replay``), but of greedy samples."""
+    """True requests expert ids (``rollout.routing_replay``), except for greedy samples."""
     rollout: str = ""
-    """Rollout of the evaluation for which engines keep these weights: these alone are asked, and for nothing else."""
+    """Evaluation rollout with reserved engines; only these serve it, and they serve nothing else."""
 
     @property
     def wanted(self) -> WantedWeights:
@@ -89,10 +88,10 @@ class Sampling:
 
 
 class StreamSilence:
-    """Raise EngineError once an engine has generated nothing for ``timeout_s``, weight updates left out, or has not
-    ended a frame.
+    """Raises EngineError once an engine has generated no token, or completed no frame, for ``timeout_s``, excluding
+    weight updates.
 
-    Between frames it counts heartbeats rather than seconds: a caller may take its time between two records.
+    Between frames it counts heartbeats, not seconds, because the caller may be slow.
     """
 
     def __init__(self, url: str, timeout_s: float, every_s: float, progressed: Callable[[], None]) -> None:
@@ -103,12 +102,12 @@ class StreamSilence:
         self._frame_since: float | None = None
 
     def over(self) -> None:
-        """A sample has come."""
+        """Reset the silence after a sample."""
         self._silent_s = 0.0
         self._frame_since = None
 
     def read(self, decoder: Decoder) -> None:
-        """A chunk has come, and its records have been taken."""
+        """Check the frame's time after a chunk whose records were read."""
         if not decoder.is_within_frame or self._frame_since is None:
             self._frame_since = time.monotonic() if decoder.is_within_frame else None
         elif time.monotonic() - self._frame_since > self._timeout_s:
@@ -139,8 +138,8 @@ class EngineClient:
     Args:
         engines: Chooses the engine of each call.
         key: The job's key.
-        timeout_s: How long an engine may generate nothing while samples are outstanding and no weight update is under
-            way.
+        timeout_s: Longest time in seconds without a generated token while samples are outstanding, excluding weight
+            updates.
         progressed: Called when an engine has generated tokens since its last heartbeat.
     """
 
@@ -165,14 +164,13 @@ class EngineClient:
             await self._session.close()
 
     async def generate(self, prompts: Sequence[Prompt], sampling: Sampling) -> AsyncGenerator[Completion, None]:
-        """Yields every sample of every prompt once, in the order in which they end. Leaving early aborts the others.
+        """Yield every sample of every prompt once, in the order of their ends. Leaving early cancels the others.
 
         Raises:
-            EngineError: the engine refuses all calls, or is gone; samples already yielded stay good. An EngineClosed
-                where it has other weights than its row says, or no engine has such weights now: the next call looks
-                again.
-            RequestRefused: it refused this call for what is in it; PromptRefused: a prompt of it; WeightsPassed: no
-                engine will have the weights again that the samples are asked for with.
+            EngineError: the engine refuses all calls, or is down; samples already yielded stay valid. EngineClosed if
+                its weights differ from its row's, or no engine has the weights now: retry later.
+            RequestRefused: it refused the content of this call; PromptRefused: of one prompt; WeightsPassed: no engine
+                will have the requested weights again.
         """
         sampling = replace(sampling, oldest=_oldest(prompts, sampling))
         missing = {(i, j) for i, prompt in enumerate(prompts) for j in range(prompt.n)}
@@ -201,7 +199,7 @@ class EngineClient:
             raise
 
     async def are_updated(self) -> bool:
-        """True while an engine is being given weights, for which requests under way are awaited."""
+        """Return True while an engine is paused for new weights."""
         return any(await asyncio.gather(*(self._is_paused(row.url) for row in self.engines.fleet.present())))
 
     async def _is_paused(self, url: str) -> bool:
@@ -249,7 +247,7 @@ class EngineClient:
 
 
 def _refusal(url: str, status: int, reason: str) -> EngineError:
-    """Error for an answer of an engine that computes none."""
+    """Return the error for an engine's refusal."""
     kind = EngineError
     if status in (HTTPStatus.CONFLICT, HTTPStatus.SERVICE_UNAVAILABLE):
         kind = EngineClosed
@@ -259,7 +257,7 @@ def _refusal(url: str, status: int, reason: str) -> EngineError:
 
 
 def _oldest(prompts: Sequence[Prompt], sampling: Sampling) -> WeightsVersion | None:
-    """Oldest weights that may sample all of the prompts."""
+    """Return the oldest weights that may sample all of the prompts."""
     return max((v for v in (sampling.oldest, *(p.oldest for p in prompts)) if v is not None), default=None)
 
 
@@ -279,7 +277,7 @@ def _body(prompt: Prompt) -> dict[str, Any]:
 
 
 async def _text(answer: aiohttp.ClientResponse) -> str:
-    """The first ``MAX_ERROR_BYTES`` of a body, whatever its encoding and length."""
+    """Return the first ``MAX_ERROR_BYTES`` of a body, for any encoding and length."""
     body = b""
     async for chunk in answer.content.iter_any():
         body += chunk
@@ -304,14 +302,14 @@ def _check(url: str, sample: Completion, missing: Set[tuple[int, int]]) -> None:
 
 
 def _check_version(url: str, sample: Completion, sampling: Sampling) -> None:
-    """Raise EngineError for a sample of weights that are older than they may be, WeightsPassed for newer ones."""
+    """Raise EngineError for a sample of too old weights, WeightsPassed for one of too new weights."""
     oldest, newest = sampling.oldest, sampling.newest
     if oldest is None and newest is None:
         return
     for span in sample.versions:
         try:
             version = WeightsVersion.parse(span.version)
-        except ValueError:  # those of the model's files: nothing was published
+        except ValueError:  # weights of the model's files, never published
             version = WeightsVersion(0, 0)
         if oldest is not None and version < oldest:
             raise EngineError(f"the engine at {url} samples with weights {span.version}, which are older than {oldest}")

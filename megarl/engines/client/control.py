@@ -1,4 +1,4 @@
-"""Blocking controls of one engine server: what a trainer and a supervisor ask of it. Standard library only."""
+"""Blocking controls of one engine server, for trainer and supervisor. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _QUEUED_POLL_S = 0.005
 _REPORT_S = 5.0
 """Seconds from a worker's timeout until its reason arrives."""
 SLEEPING = "the engine sleeps: its weights were freed, and it generates after the next publication"
-"""Reason of an engine that has been sent to sleep."""
+"""Refusal reason of a sleeping engine."""
 Pause = Literal["abort", "wait", "keep"]
-"""Treatment of requests under way while an engine pauses: end them, wait for them, or go on with them after."""
+"""Treatment of running requests in a pause: abort them, wait for them, or continue them afterwards."""
 FAILURE = "failure"
-"""Key of a worker's reply that has what went wrong there."""
+"""Key of the error in a worker's reply."""
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """``version`` as the engine names its weights; ``refusing`` is the reason why it refuses requests, if it does."""
+    """State of an engine; ``refusing`` is the reason if it refuses requests, else None."""
 
     version: str
     paused: bool
@@ -44,23 +44,23 @@ class EngineState:
 
 @dataclass(frozen=True)
 class EngineControl:
-    """One engine server at ``url``. Every method raises EngineError with the server's own words when it is refused."""
+    """One engine server at ``url``. Every method raises EngineError with the server's message if refused."""
 
     url: str
     key: str
     timeout_s: float = 120.0
     log: Path | None = None
     proving: bool = False
-    """Requests are answered although the engine refuses others."""
+    """True sends requests that the engine serves even while it refuses others."""
 
     def wait_ready(
         self, timeout_s: float, alive: Callable[[], bool] = lambda: True, stopping: Callable[[], bool] = lambda: False
     ) -> float:
-        """Waits until the server answers; returns the seconds.
+        """Wait until the server is ready; return the seconds.
 
         Args:
             alive: False once the server's process has ended.
-            stopping: True once the job is asked to stop: a server that is not there by then may never be started.
+            stopping: True once the job is asked to stop, since the server may then never be started.
         """
         start = time.monotonic()
         while not self._healthy():
@@ -92,14 +92,14 @@ class EngineControl:
             raise self._malformed("GET /megarl/state", answer) from error
 
     def pause(self, mode: Pause = "wait", timeout_s: float | None = None) -> None:
-        """Stops scheduling; requests that come later queue. ``wait`` lets the running ones end first, ``keep`` goes on
-        with them after ``resume``."""
+        """Stop scheduling; later requests queue. ``wait`` lets running requests end first, ``keep`` continues them
+        after ``resume``."""
         self.call("POST", f"/pause?mode={mode}", timeout_s=timeout_s)
 
     def drain(self, given_up: Callable[[], bool], try_s: float = 10.0) -> None:
-        """Pause as ``pause`` does, however long the running requests take, or until ``given_up``, within ``try_s``.
+        """Pause, waiting without limit for the running requests, or until ``given_up`` (checked every ``try_s``).
 
-        A request that generates nothing is ended by who asked for it (``rollout.request_timeout_s``).
+        The caller cancels a stalled request (``rollout.request_timeout_s``).
         """
         while True:
             try:
@@ -110,35 +110,35 @@ class EngineControl:
                     return
                 if not isinstance(error.__cause__, TimeoutError):
                     raise
-                self.state()  # it lives
+                self.state()  # check that the engine is alive
 
     def resume(self) -> None:
         """Let the engine generate again."""
         self.call("POST", "/resume")
 
     def refuse(self, reason: str | None, version: str | None = None) -> None:
-        """Makes the engine answer generation with 503 and ``reason``; None: it generates, ``version`` is proven."""
+        """Make the engine refuse generation with 503 and ``reason``; None lets it generate with proven ``version``."""
         self.call("POST", "/megarl/refuse", {"reason": reason, "version": version})
 
     def sleep(self, keep_weights: bool = False) -> list[dict[str, int]]:
-        """Free the KV cache, and free the weights or keep them in host memory. Requests under way are ended. Returns
-        ``freed`` and ``rss`` of each worker.
+        """Free the KV cache, and free the weights or keep them in host memory. Aborts running requests. Returns
+        ``freed`` and ``rss`` in bytes of each worker.
 
-        The engine refuses generation until a publication has brought weights and ``wake`` the KV cache, in any order.
-        It may sleep before a trainer has joined, and sleeping twice does nothing.
+        The engine refuses generation until a publication and ``wake`` have restored weights and KV cache, in any order.
+        It may sleep before a trainer joins; a second sleep has no effect.
         """
         self.refuse(SLEEPING)
-        self.pause("abort")  # of a rollout that was given up: a job that stops does not wait for it
+        self.pause("abort")  # requests of a cancelled rollout, which a stopping job must not wait for
         self.reset_prefix_cache()
         self.call("POST", "/megarl/asleep", {"asleep": True})
         answers: list[dict[str, int]] = self.workers("megarl_sleep", keep_weights)
         return answers
 
     def wake(self, what: Literal["weights", "kv_cache"]) -> list[dict[str, int]]:
-        """Take memory again; return ``taken`` and ``rss`` of each worker. Waking what is awake does nothing.
+        """Allocate memory again; return ``taken`` and ``rss`` in bytes of each worker. No effect if awake.
 
-        Weights must wake before a publication, which brings their values. An engine whose weights were published while
-        its KV cache slept generates as soon as that wakes.
+        Weights must wake before the publication of their values. If weights were published during the KV cache's sleep,
+        the engine generates once the cache wakes.
         """
         answers: list[dict[str, int]] = self.workers("megarl_wake", what)
         if what == "kv_cache":
@@ -146,7 +146,7 @@ class EngineControl:
         return answers
 
     def init(self, info: Mapping[str, Any]) -> None:
-        """Makes every worker join the trainer's group (``megarl.engines.sync.receiver.InitInfo``)."""
+        """Make every worker join the trainer's group (``megarl.engines.sync.receiver.InitInfo``)."""
         self.call("POST", "/init_weight_transfer_engine", {"init_info": dict(info)})
 
     def start(self) -> None:
@@ -154,9 +154,9 @@ class EngineControl:
         self.call("POST", "/start_weight_update")
 
     def update(self, info: Mapping[str, Any]) -> None:
-        """Makes every worker receive; returns when all have (``megarl.engines.sync.receiver.UpdateInfo``).
+        """Make every worker receive weights; return when all have (``megarl.engines.sync.receiver.UpdateInfo``).
 
-        A worker gives up after ``timeout_s`` by itself and reports which message did not arrive.
+        A worker times out after ``timeout_s`` and reports the missing message.
         """
         self.call("POST", "/update_weights", {"update_info": dict(info)}, self.timeout_s + _REPORT_S)
 
@@ -165,10 +165,10 @@ class EngineControl:
         self.call("POST", "/finish_weight_update", {"weight_version": version})
 
     def reset_prefix_cache(self, *, running: bool = False) -> None:
-        """Forgets keys and values that older weights computed; fails while requests still hold some of them.
+        """Clear cached keys and values of older weights; fails while requests use some of them.
 
         Args:
-            running: Forget those of running requests too: they are computed again when the engine resumes.
+            running: Clear those of running requests too; they are recomputed when the engine resumes.
         """
         answer = self.call("POST", f"/reset_prefix_cache{'?reset_running_requests=true' if running else ''}")
         if not isinstance(answer, dict) or "success" not in answer:
@@ -177,10 +177,10 @@ class EngineControl:
             raise EngineError(f"the engine at {self.url} kept its prefix cache: requests still run; pause it first")
 
     def workers(self, method: str, *args: Any) -> list[Any]:
-        """Calls a method of ``megarl.engines.sync.receiver.WorkerExtension`` on every worker, in rank order.
+        """Call a method of ``megarl.engines.sync.receiver.WorkerExtension`` on every worker, in rank order.
 
         Raises:
-            EngineError: any worker's failure.
+            EngineError: a worker failed.
         """
         answer = self.call("POST", "/collective_rpc", {"method": method, "args": list(args)})
         if not isinstance(answer, dict) or not isinstance(answers := answer.get("results"), list):
@@ -191,17 +191,15 @@ class EngineControl:
         return answers
 
     def probe(self, token_ids: Sequence[int], *, decode: int = 0, first: str | None = None) -> Probed:
-        """Log-probs of ``token_ids[1:]``, each given those before it, and of ``decode`` tokens that the engine samples
-        after them: as it decodes, and computed again in a prompt, for which vLLM takes nothing from its prefix cache.
-        ``first``: name of a request that goes before those that wait; of an engine with ``sync.pause=keep`` alone,
-        which has priorities.
-        """
-        text = self.scores(token_ids, decode + 1, first=first)  # the first token comes out of the prompt's own pass
+        """Return log-probs of ``token_ids[1:]``, and of ``decode`` further tokens that the engine samples: computed by
+        decoding, and again in a prompt, without vLLM's prefix cache. ``first``: name of a request with priority over
+        waiting ones; only for engines with ``sync.pause=keep``."""
+        text = self.scores(token_ids, decode + 1, first=first)  # the prompt's forward pass gives the first token
         again = self.scores([*token_ids, *text.tokens], 1, first=first).prompt[-decode:] if decode else []
         return Probed(text.prompt, text.sampled[1:], again, text.tokens[1:])
 
     def await_queued(self, name: str, ended: Callable[[], bool]) -> None:
-        """Return once vLLM has queued the request of this name, or it has ``ended``: later calls come behind it."""
+        """Return once vLLM has queued the request ``name``, or it has ``ended``, so that later calls come after it."""
         asked = f"/megarl/queued?name={name}"
         while not ended():
             answer = self.call("GET", asked)
@@ -212,7 +210,7 @@ class EngineControl:
             time.sleep(_QUEUED_POLL_S)
 
     def scores(self, token_ids: Sequence[int], sample: int, **how: Any) -> Scores:
-        """Ask for log-probs of a text and of tokens sampled after it; ``how``: as of ``Scores.request``."""
+        """Return log-probs of a text and of tokens sampled after it; ``how``: as in ``Scores.request``."""
         answer = self.call("POST", "/inference/v1/generate", Scores.request(token_ids, sample, **how))
         try:
             return Scores.of(answer, token_ids, sample, prompt="among" not in how)
@@ -220,7 +218,7 @@ class EngineControl:
             raise self._malformed("POST /inference/v1/generate", str(answer)[:200]) from error
 
     def health(self, timeout_s: float) -> None:
-        """Return when the server reports that it is well."""
+        """Return if the server reports that it is healthy."""
         self.call("GET", "/health", timeout_s=timeout_s)
 
     def _healthy(self) -> bool:
@@ -231,10 +229,10 @@ class EngineControl:
         return True
 
     def call(self, method: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
-        """Send a request to the engine; return its answer, read from JSON, or None where that is empty.
+        """Send a request to the engine; return its JSON reply, or None if empty.
 
         Args:
-            timeout_s: Seconds for the answer, in place of those of this object.
+            timeout_s: Timeout in seconds instead of this object's.
 
         Raises EngineError.
         """
@@ -265,7 +263,7 @@ class EngineControl:
 
 
 def failures(answers: Sequence[Any]) -> str:
-    """Errors of workers, by rank; empty when there are none."""
+    """Return the errors of workers by rank; ``""`` without errors."""
     return "; ".join(
         f"worker {rank}: {answer[FAILURE]}"
         for rank, answer in enumerate(answers)
@@ -274,7 +272,7 @@ def failures(answers: Sequence[Any]) -> str:
 
 
 def _rest(error: urllib.error.HTTPError) -> bytes:
-    """Body of a refusal, as far as it came."""
+    """Return the received part of a refusal's body."""
     try:
         return error.read()
     except http.client.IncompleteRead as partial:
@@ -284,7 +282,7 @@ def _rest(error: urllib.error.HTTPError) -> bytes:
 
 
 def _message(text: str) -> str:
-    """The message within vLLM's or our own error body, or the body itself."""
+    """Return the message in vLLM's or our error body, else the body."""
     try:
         found = json.loads(text)["error"]
     except (ValueError, KeyError, TypeError, RecursionError):

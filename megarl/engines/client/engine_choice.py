@@ -1,4 +1,4 @@
-"""The choice of the engine that is asked next, of the rows that a job's engines have in the store."""
+"""The choice of the engine for the next call, from the engines' rows in the store."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from megarl.engines.fleet import EngineRow, Fleet
 log = logging.getLogger(__name__)
 
 EVERY_S = 1.0
-"""Seconds between two looks into the store."""
+"""Seconds between two reads of the store."""
 SOON_S = 0.1
-"""Seconds between two looks while samples wait for an engine."""
+"""Seconds between two reads while samples wait for an engine."""
 LEFT_OUT_S = 5.0
-"""Seconds for which an engine that failed gets no request while others live: one that is dead has the fewest unfinished
-samples of all."""
+"""Seconds without requests to a failed engine while others live; otherwise a dead engine, with the fewest unfinished
+samples, would be chosen."""
 REFUSED_S = 1.0
-"""Seconds for which an engine that has refused gets no request, unless its row changes before."""
+"""Seconds without requests to an engine after a refusal, unless its row changes before."""
 HOME_SHARE = 0.25
-"""Share of an engine's mean number of unfinished samples by which the home of a prompt may have more than another."""
+"""Largest excess of the home engine's unfinished samples over another's, as a share of the engines' mean."""
 NO_WEIGHTS = WeightsVersion(0, 0)
-"""Older than all that a trainer publishes."""
+"""Version older than any published one."""
 
 
 class WantedWeights(NamedTuple):
@@ -37,13 +37,13 @@ class WantedWeights(NamedTuple):
     oldest: WeightsVersion | None = None
     newest: WeightsVersion | None = None
     rollout: str = ""
-    """Rollout of an evaluation that has engines for itself; empty for all others, which ask none of these."""
+    """Evaluation rollout with reserved engines; empty for all others, which do not use these."""
 
 
 class EngineChoice:
-    """Chooses the engine of each call from the rows that were read from the store last.
+    """Chooses the engine of each call from the rows last read from the store.
 
-    A row may be older than its engine: the engine then refuses, and is asked again once its row has changed.
+    A row may be outdated: the engine then refuses, and is chosen again once its row has changed.
 
     Args:
         rows: The engines' rows at the start.
@@ -55,11 +55,11 @@ class EngineChoice:
         self.outstanding = Counter[str]()
         """URL of an engine -> its unfinished samples."""
         self.left_out = defaultdict[str, float](float)
-        """URL of an engine that failed -> until when."""
+        """URL of a failed engine -> time until which it is skipped."""
         self._refused: dict[str, tuple[EngineRow, float]] = {}
-        """URL of an engine that refused -> its row then, and until when."""
+        """URL of an engine after a refusal -> its row then, and the time until which it is skipped."""
         self._samples: dict[str, bool] = {}
-        """URL of an engine -> True if its last call gave a sample, False if it failed."""
+        """URL of an engine -> True if its last call returned a sample, False if it failed."""
         self._read: Callable[[], Awaitable[Sequence[EngineRow]]] | None = None
         self._looking: asyncio.Task[None] | None = None
         self._looked = 0.0
@@ -78,23 +78,23 @@ class EngineChoice:
             self.see(await self._read())
 
     def see(self, rows: Sequence[EngineRow]) -> None:
-        """Take in the engines' rows."""
+        """Replace the engines' rows."""
         before, self.fleet = self.fleet, Fleet(rows)
         urls = [row.url for row in self.fleet.present()]
         if urls != [row.url for row in before.present()]:
             log.info("the job's engines are %s", ", ".join(urls) or "none")
 
     def expect(self, oldest: WeightsVersion | None) -> None:
-        """Take note of the oldest weights that samples are asked for with."""
+        """Record the oldest weights of requested samples."""
         self._oldest = max(self._oldest, oldest or NO_WEIGHTS)
 
     @property
     def is_open(self) -> bool:
-        """True if an engine has all weights that samples were asked for with, or some where none were."""
+        """True if an engine has weights new enough for all requested samples."""
         return bool(self.usable(WantedWeights(self._oldest)))
 
     def usable(self, wanted: WantedWeights) -> list[EngineRow]:
-        """Engines that have such weights."""
+        """Return the engines with the wanted weights."""
         found = self.fleet.usable(wanted.oldest, wanted.rollout)
         newest = wanted.newest
         return [row for row in found if row.url and (newest is None or row.has is None or row.has <= newest)]
@@ -104,17 +104,17 @@ class EngineChoice:
         return any(row.holds_for == rollout for row in self.fleet)
 
     def urls(self) -> list[str]:
-        """URLs of engines that may be asked for what no weights are named for; of all where there is none."""
+        """Return the URLs of engines for requests without named weights; of all engines if none is open."""
         now = time.monotonic()
         found = self._unrefused(WantedWeights(self._oldest)) or self._unrefused(WantedWeights())
         living = [row for row in found if self.left_out[row.url] <= now] or found
         return [row.url for row in living or self.fleet.present() or self.fleet.rows if row.url]
 
     async def choose(self, wanted: WantedWeights, home: str = "") -> EngineRow:
-        """Return the engine to ask: ``home``, unless it is busier than the others; else the one with the fewest
-        unfinished samples, of those that have not just failed.
+        """Return the engine for a call: ``home``, unless it is busier than the others; else the one with the fewest
+        unfinished samples that has not just failed.
 
-        Raises EngineClosed where none may be asked for now, and WeightsPassed where none will have the weights.
+        Raises EngineClosed if no engine is open now, WeightsPassed if none will have the weights again.
         """
         self.expect(wanted.oldest)
         if not (found := self._unrefused(wanted)):
@@ -132,7 +132,7 @@ class EngineChoice:
 
     @contextmanager
     def asking(self, url: str, samples: int) -> Iterator[Callable[[], None]]:
-        """Count the samples that an engine is asked for; what is yielded is called with each that it has given."""
+        """Count the samples requested from an engine; yields a function to call for each returned sample."""
         left = samples
 
         def gave() -> None:
@@ -140,7 +140,7 @@ class EngineChoice:
             left -= 1
             self.outstanding[url] -= 1
             if time.monotonic() > self.left_out[url] and not self._samples.get(url, False):
-                self._samples[url] = True  # a sample within the time had come before the engine failed
+                self._samples[url] = True  # a sample came in time before the failure
                 log.info("the engine at %s samples", url)
 
         self.outstanding[url] += samples
@@ -150,14 +150,14 @@ class EngineChoice:
             self.outstanding[url] -= left
 
     def failed(self, url: str, why: object) -> None:
-        """Take note of a failed call; the first one since the engine gave a sample is logged."""
+        """Record a failed call; the first one after a sample of the engine is logged."""
         self.left_out[url] = time.monotonic() + LEFT_OUT_S
         if self._samples.get(url, True):
             self._samples[url] = False
             log.warning("%s; asking again for the samples of its failed calls", why)
 
     def refused(self, row: EngineRow, why: object) -> None:
-        """Take note that an engine has refused what fits its row; logged once for each row."""
+        """Record that an engine refused a request that fits its row; logged once per row."""
         if row.url not in self._refused or self._refused[row.url][0] != row:
             log.info("%s; others are asked, or this one again", why)
         self._refused[row.url] = row, time.monotonic() + REFUSED_S
@@ -172,7 +172,7 @@ class EngineChoice:
         return [row for row in self.usable(wanted) if not self._refuses(row)]
 
     async def _look_soon(self) -> None:
-        """Look at once, or with others who wait after a moment."""
+        """Read the rows soon, once for all concurrent waiters."""
         if self._looking is None or self._looking.done():
             self._looking = asyncio.create_task(self._look_later())
         await asyncio.shield(self._looking)
@@ -182,7 +182,7 @@ class EngineChoice:
         await self.look()
 
     def _none(self, wanted: WantedWeights) -> EngineClosed | WeightsPassed:
-        """Error where no engine may be asked."""
+        """Return the error for a call without an open engine."""
         oldest, newest, rollout = wanted
         if newest is not None:
             has = [row.has for row in self.fleet if row.has is not None and row.holds_for == rollout]

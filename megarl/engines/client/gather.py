@@ -1,4 +1,4 @@
-"""Samples that trajectories ask for at the same moment, in one call to an engine."""
+"""Batching of concurrent sample requests of trajectories into one engine call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.engines.client.client import Prompt, Sampling
 from megarl.engines.client.frames import Completion
 
 LONGEST_RETRY_S = 4.0
-"""Longest wait before samples are asked for again; waits double up to it, since an engine may be replaced meanwhile."""
+"""Longest wait in seconds before a retry of samples; waits double up to it."""
 
 
 class Engine(Protocol):
@@ -30,7 +30,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SampleRequest:
-    """A sample that one trajectory of a group asks for."""
+    """A request of one trajectory of a group for a sample."""
 
     group: str
     index: int
@@ -40,20 +40,20 @@ class SampleRequest:
     images: tuple[bytes, ...]
     group_seed: int | None
     turn: int = 0
-    """Number of samples that the trajectory has asked for before."""
+    """Number of earlier samples of the trajectory."""
     max_tokens: int | None = None
-    """Most tokens, where fewer than the sampling's."""
+    """Most tokens, if lower than the sampling's limit."""
     start: int = 0
-    """Tokens of the response that ``token_ids`` end with: it goes on from there."""
+    """Number of response tokens at the end of ``token_ids``, which are continued."""
     routed: int = 0
-    """Tokens whose expert ids came with earlier samples of the trajectory."""
+    """Tokens with expert ids from earlier samples of the trajectory."""
     oldest: WeightsVersion | None = None
-    """Weights of the last of the ``start`` tokens: no older ones may go on."""
+    """Weights of the last of the ``start`` tokens; older weights must not continue."""
 
     @property
     def seed(self) -> int | None:
-        """The group's seed and the index at the start of the first turn, as an engine draws the n samples of one
-        prompt; a seed of its own in later ones, and where a response goes on."""
+        """Group seed + index at the start of the first turn, as an engine seeds the n samples of a prompt; a different
+        seed for later turns and continued responses."""
         if self.group_seed is None or self.index == GREEDY:
             return None
         if self.turn == 0 and self.start == 0:
@@ -63,25 +63,24 @@ class SampleRequest:
 
 
 class _Ask(NamedTuple):
-    """One prompt of a call, and the requests that its samples are for."""
+    """One prompt of a call, and the requests for its samples."""
 
     prompt: Prompt
     requests: Sequence[SampleRequest]
 
 
 class Gatherer:
-    """Calls an engine for trajectories that were claimed together, and asks again for what it fails to give.
+    """Calls an engine for trajectories claimed together, and retries failed samples.
 
     Args:
-        calls: Where calls run, so that their failure ends what waits for them.
-        change: Called with the samples by which those under way have become more, or fewer.
-        retried: Called with the error before samples are asked for again.
-        timeout_s: How long samples are asked for again while engines give none of them.
-        retry_s: First wait before that.
-        awaits_weights: The time for which no engine has the weights does not count: a trainer of another program gives
+        calls: Task group of the calls; a failed call cancels the waiting trajectories.
+        change: Called with the change in the number of samples in flight.
+        retried: Called with the error before a retry.
+        timeout_s: Seconds of retries while engines return no samples.
+        retry_s: First wait in seconds before a retry.
+        awaits_weights: Exclude time in which no engine has the weights, because another program's trainer publishes
             them.
-        apart: Make a call for each sample, which ends with the trajectory that waits for it: an engine ends what it
-            computes for nobody.
+        apart: Make a separate call for each sample, so that cancelling its trajectory aborts it in the engine.
     """
 
     def __init__(
@@ -107,13 +106,13 @@ class Gatherer:
         self._awaits_weights = awaits_weights
         self._apart = apart
         self._waiting: dict[SampleRequest, asyncio.Future[Completion]] = {}
-        """Requests of this moment, which no call has taken yet."""
+        """Requests not yet in a call."""
         self._homes: dict[tuple[str, int], str] = {}
-        """(group, index) of a trajectory -> engine that gave its last sample."""
+        """(group, index) of a trajectory -> engine of its last sample."""
 
     async def sample(self, request: SampleRequest) -> Completion:
-        """Return the sample once an engine has given it whole. Raises PromptRefused for a prompt that no engine takes;
-        EngineError and other refusals through ``calls``."""
+        """Return the complete sample. Raises PromptRefused for a prompt that no engine accepts; other errors are raised
+        in ``calls``."""
         loop = asyncio.get_running_loop()
         if not self._waiting:
             loop.call_soon(self._start)
@@ -157,7 +156,7 @@ class Gatherer:
                 delay_s = min(2 * delay_s, max(self._retry_s, LONGEST_RETRY_S))
 
     async def _call(self, missing: dict[SampleRequest, asyncio.Future[Completion]]) -> None:
-        """Make one call for all that is missing, and take out what it gives, or refuses. Raises EngineError."""
+        """Make one call for all missing samples, and remove those returned or refused. Raises EngineError."""
         asks = _asks(list(missing), self._home, self._sampling.routing)
         outstanding, aborted = len(missing), 0
         self._change(outstanding)
@@ -173,7 +172,7 @@ class Gatherer:
                     request = asks[completion.request].requests[completion.index]
                     future = missing.pop(request)
                     self._homes[request.group, request.index] = completion.engine
-                    if not future.done():  # a trajectory that was given up
+                    if not future.done():  # a cancelled trajectory
                         future.set_result(completion)
         except PromptRefused as error:
             asked = asks[error.prompt].requests if 0 <= error.prompt < len(asks) else ()
@@ -190,14 +189,14 @@ class Gatherer:
 
 
 def _end(call: asyncio.Task[None], future: asyncio.Future[Completion]) -> None:
-    """End a call whose sample nobody waits for any more."""
+    """Cancel a call if its sample is no longer awaited."""
     if future.cancelled():
         call.cancel()
 
 
 def _asks(requests: Sequence[SampleRequest], home: Callable[[SampleRequest], str], routing: bool) -> list[_Ask]:
-    """First turns of a whole group as one prompt, so that its tokens are computed once; all others by themselves, with
-    the seeds that they have there."""
+    """Return the first turns of a whole group as one prompt, so that its tokens are computed once; all others
+    separately, with the same seeds."""
     groups: dict[str, list[SampleRequest]] = {}
     for request in requests:
         groups.setdefault(request.group, []).append(request)

@@ -26,12 +26,12 @@ _SEGMENT = re.compile(
     r"|PostgreSQL\.[0-9]+)"  # while initdb fills its folder
 )
 CLOCK_SLACK_S = 2.0
-"""Seconds by which a process's start, counted from the boot, may differ from a file system's clock."""
+"""Largest difference in seconds between a process's start, counted from the boot, and a file system's clock."""
 FOLDER_PREFIX = "megarl-"
 OWNER = "megarl_owner.json"
-"""File in an engine's temporary folder: its run, and the supervisor that made it."""
+"""File in an engine's temporary folder: its run and supervisor."""
 LONGEST_SOCKET = 107
-"""Bytes that the path of a Unix socket may have."""
+"""Most bytes of a Unix socket's path."""
 _SOCKET = len("/megarl-01234567/01234567-0123-0123-0123-0123456789ab")
 
 
@@ -39,8 +39,8 @@ def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
     """Make a folder for one engine's temporary files; returns it and the environment variables for it. vLLM does not
     remove its sockets.
 
-    A file in it names the run, whose next start removes it (``remove_stale_folders``) when the supervisor and its
-    reaper were killed.
+    A file in it names the run. If supervisor and reaper are killed, the run's next start removes the folder
+    (``remove_stale_folders``).
     """
     shared = tempfile.gettempdir()
     folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_folder_root())
@@ -53,10 +53,10 @@ def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
     environment = {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
     if (
         "TORCHINDUCTOR_CACHE_DIR" not in os.environ
-    ):  # what torch has compiled is for later engines too: where it lies without us
+    ):  # keep torch's compile cache where it is without us, for later engines
         try:
             user = getpass.getuser()
-        except (KeyError, OSError):  # one who has no name
+        except (KeyError, OSError):  # a user without a name
             user = f"uid_{os.getuid()}"
         environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(shared, f"torchinductor_{user}")
     return Path(folder), environment
@@ -71,7 +71,7 @@ def record_segments(folder: Path, segments: Iterable[Path]) -> None:
 
 def remove_folder(folder: Path) -> None:
     """Remove an engine's folder and the shared memory recorded there."""
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # there is no record
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # no record
         for name, inode in json.loads((folder / OWNER).read_text())["segments"].items():
             path = Path(name)
             if _SEGMENT.fullmatch(name) and _is_own(path, {os.geteuid()}) and path.stat().st_ino == inode:
@@ -85,8 +85,8 @@ def _folder_root() -> str:
 
 
 def remove_stale_folders(run_dir: Path) -> list[Path]:
-    """Remove the folders that earlier starts of a run have left on this machine, and the shared memory recorded there;
-    returns the folders. One that a living process uses stays."""
+    """Remove folders left on this machine by earlier starts of a run, and their recorded shared memory; return the
+    folders. Folders used by a living process stay."""
     removed = []
     for folder in Path(_folder_root()).glob(f"{FOLDER_PREFIX}*"):
         try:
@@ -98,7 +98,7 @@ def remove_stale_folders(run_dir: Path) -> list[Path]:
             LookupError,
             TypeError,
             AttributeError,
-        ):  # another program's, another user's, or just being made
+        ):  # another program's or user's, or being created
             continue
         if of_run and start_ticks(pid) != start and not _used(folder):
             remove_folder(folder)
@@ -107,17 +107,16 @@ def remove_stale_folders(run_dir: Path) -> list[Path]:
 
 
 def _used(folder: Path) -> bool:
-    """Return True if a process has it as its temporary folder: an engine's workers, or what they have started."""
+    """Return True if a process uses it as temporary folder: an engine's worker, or a descendant."""
     return bool(processes_with(b"TMPDIR=" + os.fsencode(folder)))
 
 
 def shared_memory(group: int) -> set[Path]:
-    """Segments in /dev/shm that the processes of a group have made and mapped; with tp > 1 vLLM leaves some behind, and
-    a killed initdb.
+    """Return the segments in /dev/shm created and mapped by a process group; vLLM with tp > 1 and a killed initdb leave
+    some behind.
 
-    A model, an environment or a run directory may lie in /dev/shm too and be mapped: only regular files directly in it
-    count, of this user or of the process that maps it, no older than the group and named as the libraries of
-    ``_SEGMENT`` name theirs.
+    Models, environments or run directories may be mapped from /dev/shm too. So only regular files directly in it count,
+    owned by this user or the mapping process, not older than the group, and named as in ``_SEGMENT``.
     """
     members = group_members(group)
     since = min(filter(None, map(started_at, members)), default=0.0) - CLOCK_SLACK_S
@@ -133,7 +132,7 @@ def shared_memory(group: int) -> set[Path]:
 
 
 def _is_own(path: Path, users: Collection[int], since: float = 0.0) -> bool:
-    """Return True for a regular file of one of ``users`` that was changed since then."""
+    """Return True for a regular file of one of ``users`` changed after ``since``."""
     try:
         found = path.lstat()
     except OSError:

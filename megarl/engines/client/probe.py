@@ -10,46 +10,46 @@ from typing import Any, NamedTuple
 from megarl.core.errors import WeightsDiffer
 
 PROBE_TOLERANCES = {"float32": 1e-4, "bfloat16": 0.05}
-"""sync.probe_tolerance where it is not set. On toy models two implementations were 1e-6 apart in float32, 0.004 in
-bfloat16. One layer's old norm of keys, in decode alone, made 6e-4."""
+"""Defaults of sync.probe_tolerance. On toy models the two implementations differed by 1e-6 in float32 and 0.004 in
+bfloat16. One layer with an outdated key norm, in decode only, caused 6e-4."""
 WORST = 4.0
-"""Multiples of the tolerance that a single token may be off. In bfloat16 a router now and then chooses another expert:
-that is one token, and wrong weights are most of them."""
+"""Largest difference of a single token in multiples of the tolerance. In bfloat16 a router sometimes chooses another
+expert, which affects one token; wrong weights affect most tokens."""
 DECODED = 8
-"""Tokens that an engine samples after the probe text, where the context has room."""
+"""Tokens that an engine samples after the probe text, if the context has room."""
 
 
 class Probed(NamedTuple):
     """An engine's log-probs, at temperature 1."""
 
     prefill: Sequence[float]
-    """Those of the probe text's tokens from the second on, computed as a prompt's."""
+    """Log-probs of the probe text from its second token on, computed as a prompt."""
     decode: Sequence[float] = ()
-    """Those of tokens that it sampled after the text, one at a time: on a GPU by captured graphs."""
+    """Log-probs of tokens sampled after the text, one at a time: on a GPU by CUDA graphs."""
     again: Sequence[float] = ()
-    """Those of the same tokens, computed as a prompt's."""
+    """Log-probs of the sampled tokens, computed as a prompt."""
     tokens: Sequence[int] = ()
-    """These tokens."""
+    """The sampled tokens."""
 
 
 class Scores(NamedTuple):
-    """Log-probs in an engine's answer to one request, at temperature 1."""
+    """Log-probs in an engine's reply to one request, at temperature 1."""
 
     prompt: list[float]
-    """Those of the prompt's tokens from the second on."""
+    """Log-probs of the prompt from its second token on."""
     tokens: list[int]
-    """Sampled after the prompt."""
+    """Tokens sampled after the prompt."""
     sampled: list[float]
-    """Their log-probs."""
+    """Log-probs of the sampled tokens."""
 
     @staticmethod
     def request(
         token_ids: Sequence[int], sample: int, *, first: str | None = None, among: Sequence[int] | None = None
     ) -> dict[str, Any]:
-        """Body of vLLM's ``/inference/v1/generate``; ``first``: name of a request that goes before those that wait.
+        """Body of vLLM's ``/inference/v1/generate``; ``first``: name of a request with priority over waiting ones.
 
-        ``among``: tokens to sample from, whose log-probs are then those among them; the prompt's are left out, since
-        they would need logits of all its positions at once.
+        ``among``: tokens to sample from, with log-probs normalised over them; the prompt's log-probs are left out,
+        since they would need the logits of all positions.
         """
         sampling: dict[str, Any] = {
             "max_tokens": sample,
@@ -66,7 +66,7 @@ class Scores(NamedTuple):
 
     @classmethod
     def of(cls, answer: Any, token_ids: Sequence[int], sample: int, *, prompt: bool = True) -> Scores:
-        """Read an answer. Raises LookupError, TypeError or ValueError where it is none to that request."""
+        """Parse a reply. Raises LookupError, TypeError or ValueError if it does not match the request."""
         asked = zip(answer["prompt_logprobs"][1:], token_ids[1:], strict=True) if prompt else ()
         [choice] = answer["choices"]
         sampled = [entry["logprob"] for entry in choice["logprobs"]["content"]]
@@ -77,18 +77,19 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class FarText:
-    """A fixed text as long as an engine's context, and tokens that may follow it. A short text shows neither a window
-    of attention nor a rotary scaling that only one side has."""
+    """A fixed text as long as an engine's context, and tokens that may follow it. A short text does not reveal an
+    attention window or rotary scaling that only one side has."""
 
     token_ids: Sequence[int]
     candidates: Sequence[int]
-    """Tokens of which an engine samples one."""
+    """Tokens from which an engine samples one."""
     trainer_logp: Sequence[float]
-    """Their log-probs at temperature 1; they count on rank 0 only."""
+    """Log-probs of the candidates at temperature 1; used on rank 0 only."""
     tolerance: float
 
     def check(self, engine: Scores) -> None:
-        """Compare the log-prob, among the candidates, of the one that an engine has sampled. Raises WeightsDiffer."""
+        """Compare the log-prob of an engine's sampled candidate, normalised over the candidates. Raises
+        WeightsDiffer."""
         [token], [logp] = engine.tokens, engine.sampled
         largest = max(self.trainer_logp)
         whole = largest + math.log(sum(math.exp(x - largest) for x in self.trainer_logp))
@@ -106,16 +107,16 @@ class FarText:
 
 @dataclass(frozen=True)
 class ProbeText:
-    """A short fixed text, and what the trainer computes for it."""
+    """A short fixed text and its log-probs in the trainer."""
 
     token_ids: Sequence[int]
     trainer_logp: Sequence[float]
-    """Log-probs of ``token_ids[1:]`` at temperature 1; they count on rank 0 only."""
+    """Log-probs of ``token_ids[1:]`` at temperature 1; used on rank 0 only."""
     tolerance: float
     decode: int = DECODED
     """Tokens that an engine samples after it."""
     far: Sequence[FarText] = ()
-    """Compared besides."""
+    """Long texts compared in addition."""
 
     def check(self, engine: Probed) -> float:
         """Return the largest difference of an engine's log-probs from the trainer's. Raises WeightsDiffer."""
@@ -123,23 +124,24 @@ class ProbeText:
 
 
 class ProbeResult(NamedTuple):
-    """Log-probs of the probe text on both sides: largest difference, and where the largest share of a log-prob is."""
+    """Log-probs of the probe text on both sides: largest difference, and position of the largest relative one."""
 
     max_difference: float
     position: int
 
 
 def check_probe(engine: Probed, trainer: Sequence[float], tolerance: float) -> ProbeResult:
-    """Compare log-probs of the same fixed tokens, as the engine and the trainer compute them with the same weights,
-    and those of tokens that the engine sampled with its own of the same tokens as a prompt.
+    """Compare log-probs of fixed tokens in engine and trainer with the same weights, and the engine's decoded log-probs
+    with its prompt log-probs of the same sampled tokens.
 
-    A token's difference counts in multiples of max(1, |log-prob|), which stands for the size of its logit: rounded to
-    bfloat16 that is off by up to 2^-9 of itself, so that of an unlikely token 0.06 is a rounding. The mean may be
-    ``tolerance``, and a token of the fixed text ``WORST`` times as much; the sampled ones are others each time.
+    A token's difference counts in multiples of max(1, |log-prob|), an estimate of its logit's size: rounding to
+    bfloat16 changes a logit by up to 2^-9 of itself, up to 0.06 for an unlikely token. The mean may be up to
+    ``tolerance``, a token of the fixed text up to ``WORST`` times as much; sampled tokens vary, so only their mean
+    counts.
 
     Raises:
-        WeightsDiffer: they differ by more, or are not numbers; equal stored weights that compute something else (an old
-            packed copy, stale keys and values, another rope, a captured graph that reads freed weights) show here.
+        WeightsDiffer: they differ by more, or are NaN. This detects equal stored weights with a different computation
+            (an old packed copy, stale keys and values, another rope, a CUDA graph that reads freed weights).
     """
     shares = _shares(engine.prefill, trainer)
     at, mean = _largest(shares), mean_share(engine.prefill, trainer)
@@ -164,16 +166,16 @@ def check_probe(engine: Probed, trainer: Sequence[float], tolerance: float) -> P
 
 
 def mean_share(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Mean difference, in multiples of max(1, |expected|); 0 of none."""
+    """Return the mean difference, in multiples of max(1, |expected|); 0 if empty."""
     shares = _shares(found, expected)
     return sum(shares) / len(shares) if shares else 0.0
 
 
 def _shares(found: Sequence[float], expected: Sequence[float]) -> list[float]:
-    """Differences in multiples of max(1, |expected|)."""
+    """Return the differences in multiples of max(1, |expected|)."""
     return [abs(a - b) / max(1.0, abs(b)) for a, b in zip(found, expected, strict=True)]
 
 
 def _largest(shares: Sequence[float]) -> int:
-    """Place of the largest; NaN is above all."""
+    """Return the index of the largest; NaN counts as larger than any number."""
     return max(range(len(shares)), key=lambda i: (shares[i] != shares[i], shares[i]))

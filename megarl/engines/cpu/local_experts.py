@@ -1,8 +1,6 @@
-"""Expert parallelism on CPU: vLLM 0.32.0's CPU kernels take expert numbers for local ones and run past the end of
-memory.
+"""Expert parallelism on CPU: vLLM 0.32.0's CPU kernels treat global expert numbers as local and read out of bounds.
 
-An out-of-tree op, which is how vLLM lets a plugin put its own in the place of one of vLLM's. Imported in a worker
-before its model is built.
+An out-of-tree op, by which a plugin replaces an op of vLLM. Imported in a worker before its model is built.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import Un
 
 @UnquantizedFusedMoEMethod.register_oot
 class LocalExperts(UnquantizedFusedMoEMethod):
-    """Computes this rank's experts; a choice of another rank's counts nothing here, and that rank adds it."""
+    """Computes this rank's experts; other ranks add the contributions of theirs."""
 
     def forward_native(
         self, layer: Any, x: torch.Tensor, topk_weights: torch.Tensor, topk_ids: torch.Tensor, *args: Any, **kwargs: Any

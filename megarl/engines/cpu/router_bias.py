@@ -1,7 +1,7 @@
-"""Router bias of engines on CPU: vLLM 0.32 leaves it out there where experts are not chosen by groups.
+"""Router bias of engines on CPU: vLLM 0.32 ignores it if experts are not chosen by groups.
 
-``CPURouter._compute_routing`` looks at ``e_score_correction_bias`` with ``use_grouped_topk`` alone. One group that has
-all experts chooses as no groups do.
+``CPURouter._compute_routing`` uses ``e_score_correction_bias`` only with ``use_grouped_topk``. A single group of all
+experts is equivalent to no groups.
 """
 
 from __future__ import annotations

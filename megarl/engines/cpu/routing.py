@@ -1,7 +1,7 @@
-"""Expert ids of vLLM's requests on CPU: vLLM 0.32 collects them in its second model runner alone, which needs Triton.
+"""Expert ids of vLLM's requests on CPU: vLLM 0.32 collects them only in its second model runner, which needs Triton.
 
-What collects them there (``AuxOutputWorkerConnector``) is given the same steps of the first one. It keeps the ids of a
-prompt's cached blocks beside them.
+The collector (``AuxOutputWorkerConnector``) gets the first runner's steps instead. It stores the ids of a prompt's
+cached blocks with these.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 class RoutingRunner(CPUModelRunner):
-    """vLLM's first model runner, which also collects expert ids where ``enable_return_routed_experts`` asks for
-    them."""
+    """vLLM's first model runner, which also collects expert ids if ``enable_return_routed_experts`` is set."""
 
     _collects: Any = None
     _step: PendingAuxOutput | None = None
@@ -61,5 +60,5 @@ def install() -> None:
     from vllm.v1.worker import cpu_worker
 
     cpu_worker.CPUModelRunner = RoutingRunner
-    # Refuses all but the second model runner, and what ``run/checks/models/grids.py`` does.
+    # Refuses all runners but the second, and cases that ``run/checks/models/grids.py`` refuses.
     VllmConfig._verify_aux_output_compatibility = lambda self: None

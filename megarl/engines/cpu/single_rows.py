@@ -1,8 +1,8 @@
-"""One row has the bits that it has among others, in the linear layers of engines on CPU.
+"""Batch-invariant single rows in the linear layers of engines on CPU.
 
-oneDNN may multiply a single row by another kernel, with sums in another order. A sequence that decodes alone would then
-get other log-probs than in a batch. Two rows and more have the same bits at every count, so a single one is computed
-twice. Which shapes need it depends on the machine's instruction set; it is tried out for each of them.
+oneDNN may multiply a single row with another kernel and another order of sums. A sequence that decodes alone would then
+get other log-probs than in a batch. Two or more rows give the same bits for any count, so a single row is computed
+twice. Whether a shape needs this depends on the instruction set and is tested once per shape.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-# vLLM writes what its own loggers say, and of others warnings only.
+# vLLM configures only its own loggers; other loggers show warnings only.
 log = logging.getLogger("vllm.megarl.single_rows")
 
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -22,11 +22,11 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 TRIED_ROWS = 8
 
 known: dict[tuple[Any, ...], bool] = {}
-"""Shape, type and threads of a product -> True where a single row needs to be computed twice."""
+"""Shape, type and threads of a product -> True if a single row must be computed twice."""
 
 
 def install() -> None:
-    """Make every linear layer whose weights vLLM prepares from now on compute so; a second call changes nothing."""
+    """Patch all linear layers whose weights vLLM prepares later; a second call changes nothing."""
     from vllm.model_executor.layers import utils
 
     prepare: Any = utils.dispatch_cpu_unquantized_gemm
@@ -46,7 +46,7 @@ def install() -> None:
 
 
 def doubling(linear: Linear) -> Linear:
-    """Return the same product, which computes a single row twice and takes the first."""
+    """Return the same product, but with a single row computed twice."""
 
     def doubled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[:-1].numel() != 1:
@@ -58,18 +58,18 @@ def doubling(linear: Linear) -> Linear:
 
 
 def needs_doubling(linear: Linear, weight: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
-    """Return True unless rows alone have the bits that they have among others.
+    """Return True unless single rows have the same bits as in a batch.
 
     Args:
-        linear: The product; ``weight`` is what it is given.
-        shape: [N, K] of the matrix, and ``dtype`` its type: products of equal ones are tried once.
+        linear: The product; ``weight``: its argument.
+        shape: [N, K] of the matrix, and ``dtype`` its type; each combination is tested once.
     """
     key = (*shape, dtype, torch.get_num_threads())
     if key not in known:
         rows = torch.randn(TRIED_ROWS, shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
         among = linear(rows, weight, None)
         if not among.any():
-            return True  # zeros, as before weights come, show nothing
+            return True  # zeros, as before weights arrive, prove nothing
         alone = torch.cat([linear(row, weight, None) for row in rows.split(1)])
         known[key] = not torch.equal(alone, among)
         if known[key]:

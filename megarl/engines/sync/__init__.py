@@ -1,1 +1,1 @@
-"""Weights as they arrive in an engine, and the link that they come over."""
+"""Receiving of weights in an engine, and the link that transports them."""

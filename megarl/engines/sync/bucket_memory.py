@@ -1,6 +1,6 @@
-"""Memory of a sender's buckets that processes on the same machine open: a file in host memory, or a GPU's memory.
+"""Memory of a sender's buckets shared with processes on the same machine: a file in host memory, or GPU memory.
 
-Both are used alike: the sender makes a bucket and its name, a few bytes with which another process opens it.
+In both cases the sender makes a bucket and its name: a few bytes with which another process opens it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ log = logging.getLogger(__name__)
 
 
 _pinned: list[torch.Tensor] = []
-"""Memory that is registered with CUDA, of this process's sync. Held here: it must not be unmapped before ``unpin``."""
+"""Memory of this process registered with CUDA, kept referenced so that it is not unmapped before ``unpin``."""
 
 
 def pin(memory: torch.Tensor) -> None:
-    """Register host memory with CUDA until ``unpin``, where this process has a GPU.
+    """Register host memory with CUDA until ``unpin``, if this process has a GPU.
 
-    A GPU copies to and from registered memory at the rate of its link, and from any other at a quarter or less
-    (docs/benchmarks/gpu.md). Where it is refused (``ulimit -l``), copies are slower and nothing else changes.
+    A GPU copies registered memory at its link's rate, other memory at a quarter or less (docs/benchmarks/gpu.md). If
+    registration is refused (``ulimit -l``), copies are only slower.
     """
     if not torch.cuda.is_initialized():
         return
@@ -37,14 +37,14 @@ def pin(memory: torch.Tensor) -> None:
         _pinned.append(memory)
         return
     log.warning("buckets of the weight sync cannot be registered with CUDA (error %d): copies are slower", refused)
-    with suppress(RuntimeError):  # CUDA would report the error at the next launch
+    with suppress(RuntimeError):  # clear the error, which CUDA would report at the next launch
         torch.zeros(1, device="cuda")
 
 
 def unpin() -> None:
-    """Let go of all memory that ``pin`` registered."""
+    """Unregister all memory registered by ``pin``."""
     while _pinned:
-        memory = _pinned.pop()  # mapped until it has been unregistered
+        memory = _pinned.pop()  # stays mapped until unregistered
         if refused := int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):  # type: ignore[no-untyped-call]
             log.warning("a bucket of the weight sync cannot be unregistered with CUDA (error %d)", refused)
 
@@ -57,45 +57,43 @@ class MemoryFile(NamedTuple):
 
 
 def memory_file() -> MemoryFile:
-    """A new one, empty."""
+    """Create an empty memory file."""
     return MemoryFile(os.getpid(), os.memfd_create("megarl-weights"))
 
 
 class BucketMemory(Protocol):
-    """One process's end of it: that of a sender, which makes buckets, or of a receiver, which opens them."""
+    """One process's access to buckets: a sender makes them, a receiver opens them."""
 
     name_bytes: int
     """Length of a bucket's name."""
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """A new bucket (uint8)."""
+        """Make a bucket (uint8)."""
         ...
 
     def name(self, bucket: torch.Tensor, rank: int) -> bytes:
-        """Name for destination rank ``rank`` of a bucket that this end has made, or of the beginning of one; always the
-        same."""
+        """Return the fixed name for destination rank ``rank`` of a bucket, or of a bucket's beginning, made here."""
         ...
 
     def open(self, rank: int, name: bytes, nbytes: int) -> torch.Tensor:
-        """The bucket that source rank ``rank`` has named so, or so many bytes of it at least."""
+        """Open the bucket with this name of source rank ``rank``, or at least its first ``nbytes``."""
         ...
 
     def settle(self) -> None:
-        """Return when this process's copies to and from buckets are done."""
+        """Wait for this process's copies to and from buckets."""
         ...
 
     def close(self) -> None:
-        """Let go of all buckets, also of those of a sync that failed."""
+        """Release all buckets, also after a failed sync."""
         ...
 
 
 class HostMemory:
-    """Buckets in an anonymous memory file (``memfd``): it has no name, so that nothing is left behind however the
-    processes end. Another process opens it through ``/proc``.
+    """Buckets in an anonymous memory file (``memfd``): it has no name, so that no file is left behind at any end of the
+    processes. Another process opens it through ``/proc``.
 
-    All of it is host memory, whatever torch's default device is within an engine's worker: to and from a GPU slices are
-    copied as they are packed and unpacked. Both sides register the buckets with CUDA, so that this can go at the link's
-    rate (not measured yet).
+    It is host memory for any default device of torch; slices are copied to and from a GPU while packed and unpacked.
+    Both sides register the buckets with CUDA, for copies at the link's rate (not measured yet).
 
     Args:
         own: The sender's file.
@@ -107,7 +105,7 @@ class HostMemory:
     def __init__(self, own: MemoryFile | None = None, others: Mapping[int, MemoryFile] | None = None) -> None:
         self._own, self._others = own, others or {}
         self._offsets: dict[int, int] = {}
-        """Address of a bucket -> where it lies in the file."""
+        """Address of a bucket -> its offset in the file."""
 
     def make(self, nbytes: int) -> torch.Tensor:
         assert self._own is not None, "engine workers only receive"
@@ -135,12 +133,11 @@ class HostMemory:
         return bucket
 
     def settle(self) -> None:
-        """Copies to and from host memory wait for themselves."""
+        """Do nothing: copies to and from host memory are synchronous."""
 
     def close(self) -> None:
-        """Put another, empty file in the file's place and let go of what this process has of the old, whose memory is
-        free once nobody maps it any more: were it truncated, a receiver that was given up while it hung would die of
-        SIGBUS when it reads on."""
+        """Replace the file by an empty one and unmap the old, whose memory is freed after its last mapping. Truncating
+        it would kill a hung receiver with SIGBUS when it resumes reading."""
         unpin()
         self._offsets.clear()
         if self._own is not None:
@@ -153,14 +150,14 @@ class DeviceMemory:
     """Buckets in the memory of this process's GPU, which another process opens by CUDA IPC, from its own GPU or the
     same one. Never run on hardware.
 
-    torch keeps a bucket's memory until every process that was given a name has let go of it.
+    torch keeps a bucket's memory until every process with its name has released it.
     """
 
     name_bytes = 1024
 
     def __init__(self) -> None:
         self._names: dict[tuple[int, int], bytes] = {}
-        """(address of a bucket, destination rank) -> its name there: torch counts who has one."""
+        """Cache of CUDA IPC handles by (bucket address, destination rank). torch counts references to them."""
 
     def make(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
@@ -185,10 +182,10 @@ class DeviceMemory:
 
 
 def encoded(handle: list[Any]) -> bytes:
-    """Text of a CUDA IPC handle as torch has it: bytes, integers and a bool."""
+    """Encode a CUDA IPC handle of torch (bytes, integers and a bool) as text."""
     return json.dumps([{"hex": part.hex()} if isinstance(part, bytes) else part for part in handle]).encode()
 
 
 def decoded(text: bytes) -> list[Any]:
-    """Handle that ``encoded`` has written, with spaces after it or without."""
+    """Decode a handle of ``encoded``; trailing spaces are allowed."""
     return [bytes.fromhex(part["hex"]) if isinstance(part, dict) else part for part in json.loads(text)]

@@ -1,7 +1,7 @@
-"""Layers that vLLM keeps in 8 bits, and the form that their kernels take, as megarl makes it.
+"""Layers that vLLM keeps in 8 bits, and megarl's computation of their 8-bit form.
 
 Linear layers have one float32 scale for each output channel (vLLM's ``fp8_per_channel``), experts one for each block of
-128 × 128 (``fp8_per_block``); numbers are float8_e4m3fn. Only the order in which a kernel wants them is vLLM's. Runs
+128 × 128 (``fp8_per_block``); numbers are float8_e4m3fn. Only the memory order for a kernel comes from vLLM. Runs
 inside vLLM's workers.
 """
 
@@ -22,11 +22,11 @@ FP8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """Largest number of float8_e4m3fn."""
 SMALLEST_SCALE = 1 / (LARGEST * 512)
-"""Scale of a channel of zeros, and of those near it (vLLM's)."""
+"""Smallest scale, for channels of zeros or tiny numbers (vLLM's)."""
 SMALLEST_OF_BLOCK = 1e-4
-"""Least number that the largest of a block is taken for (vLLM's)."""
+"""Lower bound on the largest number of a block (vLLM's)."""
 ELEMENTS = 16 << 20
-"""Elements of a linear layer that are quantised at once."""
+"""Elements of a linear layer quantised in one piece."""
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -44,17 +44,17 @@ class Layer(Protocol):
 
     @property
     def waits(self) -> bool:
-        """True if its scales are of elements on several workers, which agree on them."""
+        """True if its scales depend on elements of several workers, which must agree on them."""
 
     def made(self, weights: Tensors) -> Tensors:
-        """Make the form that the layer must hold, by name, of the ``weights`` that arrived for its parameters."""
+        """Make the expected 8-bit form, by name, from the ``weights`` that arrived for its parameters."""
 
     def held(self) -> Tensors:
-        """Return the form that it holds, by the same names."""
+        """Return the layer's actual 8-bit form, by the same names."""
 
 
 def layers_of(model: nn.Module) -> dict[nn.Module, Layer]:
-    """Module -> its layer, of all that ``model`` keeps in 8 bits."""
+    """Return module -> layer for all layers that ``model`` keeps in 8 bits."""
     found: dict[nn.Module, Layer] = {}
     for path, module in model.named_modules():
         method = getattr(module, "quant_method", None)
@@ -92,7 +92,7 @@ class Linear:
 
 
 class Experts:
-    """The experts of a layer. A kernel has the scales by reference, so its own are compared too."""
+    """The experts of a layer. The kernel has separate references to the scales, so these are compared too."""
 
     parameters = ("w13_weight", "w2_weight")
     waits = False

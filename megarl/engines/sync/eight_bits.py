@@ -1,10 +1,9 @@
-"""Proof of weights that an engine keeps in 8 bits (``rollout.weight_dtype=fp8``).
+"""Verification of weights that an engine keeps in 8 bits (``rollout.weight_dtype=fp8``).
 
-vLLM quantises a layer when all its elements have arrived, and frees them: what the engine computes with can no longer
-be compared with what was sent. Two links are proven in place of that. Digests of the elements as they arrived are kept,
-and compared with those that were sent. And megarl makes the 8-bit form of the same elements by itself
-(``eight_bit_layers``): what the engine holds must have its digests, whenever they are asked for. Runs inside vLLM's
-workers.
+vLLM quantises a layer when all its elements have arrived, and frees them: the engine's weights can no longer be
+compared with those sent. So two steps are verified. Digests of the arrived elements are kept and compared with those
+sent. And megarl computes the 8-bit form of the same elements itself (``eight_bit_layers``): the engine's tensors must
+always have its digests. Runs inside vLLM's workers.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ _SHOWN = 4
 
 
 class EightBits:
-    """Weights in 8 bits of one worker's model; it has none unless vLLM was told to quantise.
+    """8-bit weights of one worker's model; empty unless vLLM quantises.
 
     Args:
-        model: The worker's.
-        layout: The engines', of which ``rest`` is what is not in 8 bits.
-        rank: This worker's in it.
+        model: The worker's model.
+        layout: Layout of the engine; ``rest`` is its part not in 8 bits.
+        rank: This worker's rank in it.
     """
 
     def __init__(self, model: nn.Module, layout: Layout, rank: int) -> None:
@@ -48,7 +47,7 @@ class EightBits:
         ours = {tensor for part in self._parts.values() for tensor in part.tensors}
         self.rest = layout.only(lambda tensor: tensor not in ours) if ours else layout
         self.wait = frozenset(module for module, layer in self._layers.items() if layer.waits)
-        """Layers whose scales workers agree on: all quantise them in one order, once everything has arrived."""
+        """Layers with scales shared by workers, which quantise them in the same order once all weights have arrived."""
         self._arrived: dict[nn.Module, list[tuple[str, boxes.Box, int]]] = {}
         self._made: dict[nn.Module, dict[str, int]] = {}
         self._unwritten: WeightsDiffer | None = None
@@ -60,12 +59,11 @@ class EightBits:
         return module in self._layers
 
     def forget(self) -> None:
-        """Begin an update: nothing has arrived."""
+        """Begin an update: forget all arrived weights."""
         self._arrived, self._made, self._unwritten = {}, {}, None
 
     def arrived(self, module: nn.Module) -> None:
-        """Remember the digests of a module's parameters, all of which have arrived, and of the form that they must
-        get."""
+        """Record the digests of a module's completely arrived parameters and of their expected 8-bit form."""
         part, layer = self._parts[module], self._layers[module]
         weights = {name: module.get_parameter(name).data for name in layer.parameters}
 
@@ -77,12 +75,13 @@ class EightBits:
         _, check_padding = zero_padded(part, self._rank, read)
         try:
             check_padding()
-        except WeightsDiffer as error:  # not now: other workers wait for this one to agree on scales
+        except WeightsDiffer as error:  # raised later: other workers wait for this one to agree on scales
             self._unwritten = error
 
     def pieces(self) -> list[tuple[str, boxes.Box, int]]:
-        """(logical tensor, its elements, their digest) of all that arrived. Raises WeightsDiffer where the engine does
-        not hold what was made from it, or padding was not written; WeightSyncError before a whole update."""
+        """Return (logical tensor, its elements, their digest) of all arrived weights. Raises WeightsDiffer if the
+        engine's 8-bit form differs from the expected one, or padding was not written; WeightSyncError before a complete
+        update."""
         missing = [self._layers[module].path for module in self._parts if module not in self._arrived]
         if missing:
             raise WeightSyncError(
@@ -94,13 +93,13 @@ class EightBits:
         return [piece for module in self._parts for piece in self._arrived[module]]
 
     def check_files(self, path: Path, dtype: torch.dtype) -> int:
-        """Compare what the engine holds with what megarl makes from a model's files; return the number of elements.
+        """Compare the engine's 8-bit form with the one computed from a model's files; return the number of elements.
 
         Args:
-            dtype: The model's, to which the files' values are cast.
+            dtype: The model's dtype, to which the files' values are cast.
 
         Raises:
-            WeightsDiffer: it holds something else.
+            WeightsDiffer: they differ.
         """
         count, wrong = 0, list[str]()
         for module, part in self._parts.items():
@@ -114,7 +113,7 @@ class EightBits:
             arrived = {local.rpartition(".")[2]: weight for local, weight in weights.items()}
             wrong += _differing(layer, _digests(layer.made(arrived)))
             count += sum(weight.numel() for weight in weights.values())
-        _refuse(wrong)  # now that no other worker waits for this one to agree on scales
+        _refuse(wrong)  # raised now that no other worker waits for this one
         return count
 
 

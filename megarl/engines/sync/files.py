@@ -16,7 +16,7 @@ from megarl.weights.reshard.buckets import wire_dtype
 from megarl.weights.reshard.layout import Layout
 
 ELEMENTS = 4 << 20
-"""Elements that are read from the files and compared at once."""
+"""Elements read from the files and compared in one piece."""
 SHOWN = 4
 
 
@@ -28,12 +28,12 @@ def read_files(
     path: Path,
     dtype: torch.dtype,
 ) -> None:
-    """Fill a worker's local tensors, padding included, from a model's files; reads only the slices that it holds.
+    """Fill a worker's local tensors, padding included, from a model's files; reads only the worker's slices.
 
     Args:
         write: Local tensor by its name, in the layout's shape.
-        wrote: Called with a local tensor's name and the number of its elements that were written.
-        dtype: The model's, to which values are cast.
+        wrote: Called with a local tensor's name and the number of its written elements.
+        dtype: The model's dtype, to which values are cast.
     """
     source, padding = open_hf(path), defaultdict[str, list[boxes.Box]](list)
     for pad in layout.padding(rank):
@@ -62,10 +62,10 @@ def read_files(
 def compare_with_files(
     layout: Layout, rank: int, read: Callable[[str], torch.Tensor], path: Path, dtype: torch.dtype
 ) -> int:
-    """Compare what a worker computes with, element by element, with the files; return the number of elements.
+    """Compare a worker's weights with the files, element by element; return the number of elements.
 
-    The files are read by megarl's own reader and cut by its own layout: two loaders must agree. Numbers compare, not
-    bits: a packed matrix gives back neither the sign of a zero nor subnormal numbers.
+    The files are read and sliced by megarl, so two independent loaders must agree. Numbers are compared, not bits,
+    because a packed matrix loses the sign of zero and subnormal numbers.
 
     Args:
         read: Local tensor by its name, in the layout's shape.

@@ -1,11 +1,10 @@
-"""Weight links: for each engine a process group of trainer ranks and its workers, beside both sides' default groups.
+"""Weight links: a process group of trainer ranks and workers for each engine, separate from both sides' default groups.
 
 A link is a gloo group, whose messages are in host memory, or a NCCL group (never run on hardware), whose messages are
-on each rank's GPU. They differ in how a group is made and closed, and in where its messages are.
+on each rank's GPU. They differ in creating and closing a group, and in the memory of messages.
 
-Ranks of a link are the trainer's 0 .. W-1, then the engine's workers. Connections exist between ranks that exchange
-messages in the plan, and between no others: full meshes of 256 trainer ranks with 32 engines of 8 workers each would
-take 8,416 connections a rank.
+Ranks of a link are the trainer's 0 .. W-1, then the engine's workers. Only ranks that exchange messages in the plan are
+connected: full meshes of 256 trainer ranks with 32 engines of 8 workers each would take 8,416 connections a rank.
 """
 
 from __future__ import annotations
@@ -33,18 +32,18 @@ from megarl.weights.reshard.transport import Received
 
 Backend = Literal["gloo", "nccl"]
 TAKE_S = 2.0
-"""Seconds in which a link that is closed takes the buckets that are arriving."""
+"""Seconds for which a closing link still receives arriving buckets."""
 NOTICE_BYTES = 1024
-"""Longest message that is no bucket: it arrives whole, so nobody is in the middle of sending it."""
+"""Largest message other than a bucket, in bytes; it arrives in one piece."""
 NEVER_SENT = 1
-"""Tag of no message: all others have 0."""
+"""Tag that no message has; messages have tag 0."""
 ProcessGroupGloo: Any = dist.ProcessGroupGloo
-"""PyTorch's stubs know neither its options nor its point-to-point methods, nor that a store takes bytes."""
+"""Any, because PyTorch's stubs lack its options, its point-to-point methods, and stores that take bytes."""
 
 
 @dataclass(frozen=True)
 class LinkAddress:
-    """``name``: never used before in the job; a new link replaces one that a failure has broken."""
+    """``name``: unique in the job, since a new link replaces a broken one."""
 
     host: str
     port: int
@@ -59,7 +58,7 @@ class LinkAddress:
 
 @dataclass(frozen=True)
 class _Expected:
-    """A message that a link is told of once it is waited for."""
+    """An expected message, which leaves the link's list once it is waited for."""
 
     received: Received
     expected: dict[int, Received]
@@ -67,7 +66,7 @@ class _Expected:
     def wait(self) -> torch.Tensor:
         try:
             message = self.received.wait()
-        except RuntimeError:  # its connection is closed
+        except RuntimeError:  # its connection was closed
             self.expected.pop(id(self.received.work), None)
             raise
         self.expected.pop(id(self.received.work), None)
@@ -78,7 +77,7 @@ class _Expected:
 
 
 class Link:
-    """Point-to-point transport of flat contiguous tensors, as ``megarl.weights.reshard.execute`` asks for it.
+    """Point-to-point transport of flat contiguous tensors, for ``megarl.weights.reshard.execute``.
 
     Args:
         group: Process group of all link ranks.
@@ -94,29 +93,29 @@ class Link:
         self._partners = frozenset(partners)
         self._over = over
         self._expected: dict[int, Received] = {}
-        """Messages that are expected and have not been waited for, by their works."""
+        """Expected messages that have not been waited for, by their works."""
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         return memory_of(self._over, nbytes)
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
-        """Starts to send to the other side's ``rank``; the message must stay as it is until ``wait()`` returns."""
+        """Start sending to the other side's ``rank``; the message must not change until ``wait()`` returns."""
         return self._open(rank).send([message], self._peers + rank, 0)
 
     def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor], /) -> Arrival:
-        """Expects the next message of the other side's ``rank`` in the memory that ``spare`` gives."""
+        """Start receiving the next message of the other side's ``rank`` into memory from ``spare``."""
         memory = spare()
         message = memory[:nbytes]
-        room = message if self._over == "nccl" else memory  # NCCL needs the message's size, gloo any that is enough
+        room = message if self._over == "nccl" else memory  # NCCL needs the exact size, gloo a sufficient one
         received = Received(self._open(rank).recv([room], self._peers + rank, 0), message)
         self._expected[id(received.work)] = received
         return _Expected(received, self._expected)
 
     def connect(self) -> None:
-        """Exchange a byte with every partner; returns when all of them have.
+        """Exchange a byte with every partner; return when all have replied.
 
-        Also makes the connections, so that the death of a partner later closes one and is noticed at once. A partner
-        that died before its connection exists is noticed after up to five timeouts: gloo waits so long for it.
+        This opens the connections, so that a partner's later death closes one and is detected immediately. A partner's
+        death before its connection is detected only after up to five of gloo's timeouts.
         """
         word, works = self.allocate(1).zero_(), list[WorkOfSend | Arrival]()
 
@@ -127,8 +126,8 @@ class Link:
             return self.irecv(1, rank, lambda: self.allocate(1))
 
         try:
-            # NCCL connects two ranks when both begin, and has one queue for both directions: so trainer ranks begin to
-            # send as workers begin to receive, each in the order of its partners.
+            # NCCL connects two ranks when both start, with one queue for both directions. So trainer ranks start with
+            # sends and workers with receives, in the order of partners.
             steps: tuple[Callable[[int], WorkOfSend | Arrival], ...] = (say, hear) if self._peers else (hear, say)
             works += [step(rank) for step in steps for rank in sorted(self._partners)]
             while works:
@@ -139,22 +138,21 @@ class Link:
             raise
 
     def close(self) -> None:
-        """Closes the connections, so that ranks that wait for this one fail at once instead of after their timeout.
+        """Close the connections, so that ranks waiting for this one fail immediately instead of after their timeout.
 
-        gloo closes them where a message is waited for in vain (``abort`` and ``shutdown`` do nothing), so each that is
-        expected is waited for, and then one that nobody sends. Without that it closes them with the group's last
-        reference, which an error's frames may hold. Its destructor never returns where a message comes that was
-        expected and is forgotten. A bucket that is arriving is taken first, for TAKE_S: gloo tells its sender nothing,
-        who would wait for the timeout.
+        gloo closes them after a wait for a message times out (``abort`` and ``shutdown`` do nothing). So this waits for
+        each expected message, and then for one that is never sent. Otherwise they close with the group's last
+        reference, which an error's frames may keep; and the destructor hangs if a forgotten expected message arrives.
+        Arriving buckets are received first, for TAKE_S seconds, because gloo would not notify their sender.
 
-        NCCL closes them here, and who waits for this rank waits for the timeout.
+        NCCL closes them here, but ranks waiting for this one wait for their timeout.
         """
         group, self.group = self.group, None
         until = time.monotonic() + TAKE_S
         expected = sorted(self._expected.values(), key=lambda one: one.message.nbytes <= NOTICE_BYTES)
         for received in expected if self._over == "gloo" else ():
             left = until - time.monotonic() if received.message.nbytes > NOTICE_BYTES else 0.0
-            with suppress(RuntimeError):  # it does not come: that ends all others, too
+            with suppress(RuntimeError):  # the first timeout ends all other waits too
                 received.work.wait(datetime.timedelta(seconds=max(left, 0.001)))  # type: ignore[call-arg]
         self._expected.clear()
         if self._over == "nccl" and group is not None:
@@ -171,7 +169,7 @@ class Link:
 
 
 class EngineLinks:
-    """The links of all engines as one transport, whose ranks are those of all engines' workers one after another."""
+    """The links of all engines as one transport; its ranks number all engines' workers consecutively."""
 
     def __init__(self, over: Backend = "gloo") -> None:
         self.over = over
@@ -180,11 +178,11 @@ class EngineLinks:
         """Number of an engine -> its link."""
 
     def number(self, workers: Sequence[int]) -> None:
-        """Number the ranks of engines that have so many workers each."""
+        """Number the ranks of engines; ``workers``: each engine's number of workers."""
         self._firsts = first_workers(workers)
 
     def add(self, engine: int, link: Link) -> None:
-        """Take the link of an engine, in place of its earlier one."""
+        """Set the link of an engine, replacing its earlier one."""
         self.remove(engine)
         self.links[engine] = link
 
@@ -210,23 +208,23 @@ class EngineLinks:
         return link.irecv(nbytes, worker, spare)
 
     def _worker(self, rank: int) -> tuple[Link, int]:
-        """The link of a rank, and its number among the workers of its engine."""
+        """Return the link of a rank, and its number among its engine's workers."""
         engine = bisect_right(self._firsts, rank) - 1
         return self.links[engine], rank - self._firsts[engine]
 
 
 def memory_of(over: Backend, nbytes: int) -> torch.Tensor:
-    """Memory (uint8) for messages of a link over this backend."""
+    """Allocate memory (uint8) for messages over a backend."""
     return torch.empty(nbytes, dtype=torch.uint8, device="cuda" if over == "nccl" else "cpu")
 
 
 def first_workers(workers: Sequence[int]) -> list[int]:
-    """Rank of each engine's first worker among all workers, of engines that have so many each."""
+    """Return the rank of each engine's first worker; ``workers``: each engine's number of workers."""
     return list(accumulate(workers, initial=0))[:-1]
 
 
 class PartOfWorkers:
-    """Some of a transport's ranks as a transport of their own: rank r is ``first`` + r of the whole."""
+    """A transport of a subset of ranks: rank r is rank ``first`` + r of the whole."""
 
     def __init__(self, whole: Transport, first: int) -> None:
         self._whole = whole
@@ -243,7 +241,7 @@ class PartOfWorkers:
 
 
 def open_store(address: LinkAddress, *, master: bool) -> TCPStore:
-    """The link's key-value store; the master listens on ``address.host`` alone, others wait for it up to the
+    """Open the link's key-value store; the master listens only on ``address.host``, others wait for it up to the
     timeout."""
     listening = socket.create_server((address.host, address.port)).detach() if master else None
     return TCPStore(
@@ -260,17 +258,17 @@ def open_store(address: LinkAddress, *, master: bool) -> TCPStore:
 def join(
     store: Store, address: LinkAddress, rank: int, peers: int, partners: Collection[int], over: Backend = "gloo"
 ) -> Link:
-    """Joins the group as link rank ``rank``; returns when all ``address.world_size`` ranks have, and this one is
+    """Join the group as link rank ``rank``; return when all ``address.world_size`` ranks have joined and this one is
     connected to its partners.
 
     A gloo group keeps no reference to ``store``: the caller may close it. A NCCL group keeps it, and its connection.
 
     Args:
         peers: Link rank of the other side's rank 0.
-        partners: Ranks of the other side with which this rank exchanges messages; each counts this rank among its own.
+        partners: Ranks of the other side with which this rank exchanges messages; they must list this rank too.
 
     Raises:
-        torch.distributed.DistError: some rank did not come within the timeout.
+        torch.distributed.DistError: some rank did not join within the timeout.
         RuntimeError: a partner failed while it was being connected.
         WeightSyncError: this process has no GPU, over NCCL.
     """
@@ -291,7 +289,7 @@ def join_groups(
     far: Collection[int],
     over: Backend,
 ) -> tuple[Link, Link]:
-    """Join the group that carries messages in host memory, and that of bucket messages ``over`` another backend.
+    """Join the group for messages in host memory, and the group for buckets ``over`` another backend.
 
     Args:
         near: Partners on this machine, with which notices are exchanged in host memory.
@@ -312,11 +310,11 @@ def join_groups(
 
 
 def _gloo_group(everyone: Any, address: LinkAddress, rank: int, partners: Sequence[int]) -> Any:
-    """A group in which this rank knows the addresses of its partners alone, so that it connects to no other."""
+    """Make a group in which this rank has only its partners' addresses, so that it connects to no others."""
     options = ProcessGroupGloo._Options()
     options._timeout = address.timeout
     options._devices = [_device(address.host)]
-    addresses: Any = HashStore()  # the group's own: where it writes its address, and reads that of a partner
+    addresses: Any = HashStore()  # the group's own store, for its address and its partners' addresses
     addresses.set_timeout(address.timeout)
     group = ProcessGroupGloo(addresses, rank, address.world_size, options)
     everyone.set(_key(rank), addresses.get(_key(rank)))
@@ -328,7 +326,7 @@ def _gloo_group(everyone: Any, address: LinkAddress, rank: int, partners: Sequen
 
 
 def _nccl_group(everyone: Any, address: LinkAddress, rank: int, partners: Sequence[int]) -> Any:
-    """A group in which two ranks get a communicator of their own with their first message."""
+    """Make a group in which each pair of ranks creates a communicator with its first message."""
     if not torch.cuda.is_available():
         raise WeightSyncError(
             f"sync.transport=nccl, but rank {rank} of link {address.name} on {socket.gethostname()} sees no GPU; give "
@@ -350,17 +348,17 @@ def _nccl_group(everyone: Any, address: LinkAddress, rank: int, partners: Sequen
 
 
 _BLOCKING = "TORCH_NCCL_BLOCKING_WAIT"
-"""With it a message that does not come raises after the timeout; without it torch would end the process. A group reads
-it as it is made."""
+"""Variable that makes a missing message raise after the timeout; otherwise torch ends the process. Read at a group's
+creation."""
 
 
 def _key(rank: int) -> str:
-    """Key under which gloo writes a rank's address, of a group with one device."""
+    """Return gloo's key for a rank's address, in a group with one device."""
     return f"0/{rank}"
 
 
 def _await_all(store: Store, address: LinkAddress) -> None:
-    """Return once so many ranks as the link has called this, each after it wrote its address."""
+    """Wait until all ranks of the link have called this, each after writing its address."""
     if store.add("joined", 1) == address.world_size:
         store.set("all", "")
     try:
@@ -374,8 +372,8 @@ def _await_all(store: Store, address: LinkAddress) -> None:
 
 
 def _device(host: str) -> Any:
-    """Network device of gloo, whose pairs connect at their first message: on one machine it must not listen outside
-    it; across machines it does on the job's network. Each group needs its own, which ends with it."""
+    """Return a network device of gloo that connects pairs at their first message. On one machine it listens only
+    locally; across machines, on the job's network. Each group needs a separate device, which ends with it."""
     own = os.environ.get("MEGARL_NODE_ADDRESS")
     if own:
         return ProcessGroupGloo.create_device(hostname=own, lazy_init=True)

@@ -1,9 +1,9 @@
-"""Adapters (LoRA) of an engine that computes with A and B of its own, beside a model that stays as it is
-(``sync.adapter=separate``). Runs inside vLLM's workers.
+"""Adapters (LoRA) of an engine that applies A and B separately from an unchanged model (``sync.adapter=separate``).
+Runs inside vLLM's workers.
 
-vLLM keeps the A's and B's of a LoRA layer in buffers with a slot for each adapter, which its kernels read. An engine of
-ours has one slot, and one adapter that is never loaded from files, replaced or removed: its buffers are what a sync
-writes into and reads digests from. vLLM multiplies by nothing else, so what arrives as B is scale · B.
+vLLM keeps the A's and B's of a LoRA layer in buffers with a slot for each adapter, which its kernels read. Our engines
+have one slot and one adapter, never loaded from files, replaced or removed: a sync writes into its buffers and reads
+digests from them. vLLM applies no further factor, so B arrives as scale · B.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class _LayerPlace(NamedTuple):
     layer: BaseLinearLayerWithLoRA
     which: Literal["a", "b"]
     number: int
-    """Place among the tensors that are fused in the layer."""
+    """Index among the tensors fused in the layer."""
 
     def buffer(self, slot: int) -> torch.Tensor:
-        """All that the layer computes with: A [largest rank, in] or B [out, largest rank]."""
+        """Return the layer's whole buffer: A [largest rank, in] or B [out, largest rank]."""
         stacked = self.layer.lora_a_stacked if self.which == "a" else self.layer.lora_b_stacked
         whole: torch.Tensor = stacked[self.number][slot, 0]
         return whole
@@ -68,7 +68,7 @@ class AdapterWriter:
         self.manager: LRUCacheLoRAModelManager = manager
         """vLLM's manager of the model's LoRA layers."""
         self.places = _places_of(manager)
-        """Local name -> place of every A and B that vLLM has room for."""
+        """Local name -> place of every A and B in vLLM's buffers."""
         self.shapes = layout.local_shapes(rank)
         """Local name -> shape of every A and B of the layout."""
         self._left: dict[str, int] = {}
@@ -83,17 +83,17 @@ class AdapterWriter:
             self.computed_with(name)
 
     def start(self) -> None:
-        """Begin an update: every A and B is zero until it arrives, and so is what no layout names."""
+        """Begin an update: set every A and B to zero, including those in no layout."""
         for layer in dict.fromkeys(place.layer for place in self.places.values()):
             layer.reset_lora(self._slot)
         self._left = {name: math.prod(shape) for name, shape in self.shapes.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Return the A or B of a local name to write slices into, as the engine computes with it."""
+        """Return the engine's A or B of a local name, to write slices into."""
         return self.computed_with(name)
 
     def wrote(self, name: str, numel: int) -> None:
-        """Count elements that were written."""
+        """Count written elements."""
         self._left[name] -= numel
 
     def finish(self) -> None:
@@ -103,8 +103,8 @@ class AdapterWriter:
             raise WeightSyncError(f"these adapters did not get all their elements: {first_of(short, _SHOWN)}")
 
     def computed_with(self, name: str) -> torch.Tensor:
-        """Return the A or B of a local name as the engine computes with it, in the layout's shape. Raises
-        WeightSyncError if vLLM's has another shape, or the engine does not compute with the adapter."""
+        """Return the engine's A or B of a local name, in the layout's shape. Raises WeightSyncError if vLLM's shape
+        differs, or the engine does not use the adapter."""
         whole, shape = self.places[name].buffer(self._slot), self.shapes[name]
         rank_axis = 0 if self.places[name].which == "a" else 1
         if whole.shape[1 - rank_axis] != shape[1 - rank_axis] or whole.shape[rank_axis] < shape[rank_axis]:
@@ -115,8 +115,8 @@ class AdapterWriter:
         return whole[: shape[0], : shape[1]]
 
     def check_rest(self) -> None:
-        """Check that the buffers are zero outside the layout's A's and B's, and are those that the model's layers
-        compute with. Raises WeightsDiffer."""
+        """Check that the buffers are zero outside the layout's A's and B's, and are used by the model's layers. Raises
+        WeightsDiffer."""
         for name, place in self.places.items():
             if self._model.get_submodule(place.path) is not place.layer:
                 raise WeightsDiffer(
@@ -135,11 +135,11 @@ class AdapterWriter:
 
 
 class AdaptedWriter:
-    """A model whose trainer has adapters; ``SliceWriter``'s methods for it and for adapters of the engine's own.
+    """Writer with ``SliceWriter``'s methods for a model trained with adapters, and for the engine's separate adapters.
 
     Args:
         own: Writer of the model itself.
-        adapters: Writer of A's and B's; None where they come in the model's weights.
+        adapters: Writer of A's and B's; None if they are merged into the model's weights.
         changed: Local tensors of the model itself that training changes.
     """
 
@@ -147,12 +147,12 @@ class AdaptedWriter:
         self._own, self.adapters, self.changed = own, adapters, changed
         self._part: Part = "all"
         self.has_own = False
-        """The model's own weights are those that the trainer has sent."""
+        """True if the model's own weights came from the trainer."""
         self._still: dict[str, int] | None = None
-        """Digests of what training does not change, as the last update of all weights has left it."""
+        """Digests of the weights that training does not change, after the last update of all weights."""
 
     def start(self, part: Part) -> None:
-        """Begin an update. Raises WeightSyncError for one of what training changes where the rest is missing."""
+        """Begin an update. Raises WeightSyncError for a partial update if the other weights are missing."""
         if part == "changed" and not self.has_own:
             raise WeightSyncError(
                 "an update of what training changes came to an engine that does not have the rest of the weights yet: "
@@ -171,7 +171,7 @@ class AdaptedWriter:
         return self._of(name).tensor(name)
 
     def wrote(self, name: str, numel: int) -> None:
-        """Count elements that were written."""
+        """Count written elements."""
         self._of(name).wrote(name, numel)
 
     def finish(self) -> None:
@@ -183,16 +183,15 @@ class AdaptedWriter:
         self.has_own = True
 
     def computed_with(self, name: str) -> torch.Tensor:
-        """Return the local tensor as the engine computes with it."""
+        """Return the local tensor that the engine computes with."""
         return self._of(name).computed_with(name)
 
     def layout(self, own: Layout, changed: Layout) -> Layout:
-        """Return the layout of what the last update brought. Raises WeightsDiffer where an adapter's padding is not
-        zero.
+        """Return the layout of the last update's weights. Raises WeightsDiffer if an adapter's padding is not zero.
 
         Args:
             own: Layout of the model itself.
-            changed: Layout of what training changes.
+            changed: Layout of the weights that training changes.
         """
         if self.adapters is not None:
             self.adapters.check_rest()
@@ -203,14 +202,14 @@ class AdaptedWriter:
     def check_still(
         self, found: Mapping[str, int], digests: Callable[[Layout], Mapping[str, int]], own: Layout, changed: Layout
     ) -> None:
-        """Check that what the last update did not bring is what the last one of all weights has left. Raises
+        """Check that weights not in the last update are unchanged since the last update of all weights. Raises
         WeightsDiffer.
 
         Args:
-            found: Digests of what the last update brought.
-            digests: Gives the digests of what the model computes with.
+            found: Digests of the last update's weights.
+            digests: Returns the digests of the model's weights.
             own: Layout of the model itself.
-            changed: Layout of what training changes.
+            changed: Layout of the weights that training changes.
         """
         if self._part == "all":
             self._still = {
@@ -234,7 +233,7 @@ class AdaptedWriter:
 
 
 def _places_of(manager: LRUCacheLoRAModelManager) -> dict[str, _LayerPlace]:
-    """Local name -> place of every A and B that vLLM's LoRA layers have room for."""
+    """Return local name -> place of every A and B in vLLM's LoRA layers."""
     found: dict[str, _LayerPlace] = {}
     for path, layer in manager.modules.items():
         if not isinstance(layer, BaseLinearLayerWithLoRA):
@@ -248,8 +247,7 @@ def _places_of(manager: LRUCacheLoRAModelManager) -> dict[str, _LayerPlace]:
 
 
 def _keep(manager: LRUCacheLoRAModelManager) -> None:
-    """Let the engine compute with the adapter from now on. vLLM would drop it after every update of weights, and with
-    it what its buffers hold."""
+    """Pin the adapter in the engine: vLLM would drop it and its buffers after every weight update."""
     if ADAPTER.lora_int_id not in manager.list_adapters():
         manager.add_adapter(of_zeros(ADAPTER))
     manager.activate_adapter(ADAPTER.lora_int_id)

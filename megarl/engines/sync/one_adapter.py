@@ -1,5 +1,5 @@
-"""The one adapter that every request of an engine computes with (``sync.adapter=separate``), in each of vLLM's
-processes: no request names it, and no file has it."""
+"""The single adapter of all requests of an engine (``sync.adapter=separate``), set in each of vLLM's processes:
+requests do not name it, and it has no file."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import WorkerLoRAManager
 
 ADAPTER = LoRARequest("policy-adapter", 1, "/in/memory")
-"""Its name, number and path: vLLM asks for a path, and nothing reads it."""
+"""Its name, number and path; vLLM requires the path but never reads it."""
 
 
 def install() -> None:
-    """Give every request the adapter where an engine has LoRA layers; a second call changes nothing.
+    """Give every request the adapter if the engine has LoRA layers; a second call changes nothing.
 
-    Until a trainer has joined the adapter is zero, and the engine computes what its model does.
+    Until a trainer joins, the adapter is zero and has no effect.
     """
-    from vllm.v1.engine.input_processor import InputProcessor  # of servers, which workers do without
+    from vllm.v1.engine.input_processor import InputProcessor  # in servers only; workers do without
 
     process: Any = InputProcessor.process_inputs
     if getattr(process, "adapted", False):
@@ -41,7 +41,7 @@ def install() -> None:
 
 
 def of_zeros(request: LoRARequest) -> LoRAModel:
-    """Return an adapter that changes nothing. vLLM asks for a first layer: it has one of no module."""
+    """Return an adapter that changes nothing. vLLM requires a layer, so it has one that matches no module."""
     layer = LoRALayerWeights.create_dummy_lora_weights("nothing", 1, 1, 1, torch.float32, "cpu")
     return LoRAModel(request.lora_int_id, 1, {layer.module_name: layer})
 
@@ -56,8 +56,8 @@ def _add_lora_linear(
     output_slices: tuple[int, ...],
     **_: Any,
 ) -> None:
-    """Add scale · x Aᵀ Bᵀ to ``y`` in place, in float32. vLLM's own copies B once for each token, which are gigabytes
-    for the prompts of a small model."""
+    """Add scale · x Aᵀ Bᵀ to ``y`` in place, in float32. vLLM's version copies B for each token: gigabytes for prompts
+    of a small model."""
     if self.no_lora:
         return
     rows, into, at = x.reshape(-1, x.shape[-1]).float(), y.view(-1, y.shape[-1]), 0

@@ -1,4 +1,4 @@
-"""Entry point of vLLM's ``vllm.general_plugins``: names our weight receiver to every process of an engine."""
+"""Entry point of vLLM's ``vllm.general_plugins``: registers our weight receiver in every process of an engine."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ BACKEND = "megarl"
 
 
 def register() -> None:
-    """Registers the weight-transfer backend ``megarl``; vLLM may call it more than once in a process."""
+    """Register the weight-transfer backend ``megarl``; vLLM may call it more than once in a process."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    # register_engine raises on a second call and offers no question of its own.
+    # register_engine raises on a second call and has no query.
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "megarl.engines.sync.receiver", "Receiver")
     hide_secrets()
     do_without_videos()
-    if heartbeat.listen() is not None:  # a supervisor's
+    if heartbeat.listen() is not None:  # set by a supervisor
         end_after_parent()
     gloo_device.share()
     _fork_on_cpu()
@@ -40,17 +40,17 @@ def register() -> None:
 
 
 SPIN_S = 0.001
-"""Seconds for which a worker on CPU looks for its next call again and again, before it sleeps until it is woken."""
+"""Seconds for which a worker on CPU polls for its next call before it sleeps until woken."""
 LOOK_MS = 20
-"""Milliseconds after which a worker that sleeps looks for a call."""
+"""Milliseconds between a sleeping worker's checks for a call."""
 
 
 def wait_for_calls() -> None:
-    """Change how workers of an engine over several wait for calls.
+    """Patch the waits for calls of workers in engines with several workers.
 
-    vLLM's workers look without pause for a second after each call: on CPU that takes cores on which other processes of
-    the job compute. A worker that sleeps then looks every 5 s, where nothing wakes it: a wake-up is lost where the
-    socket's queue of one is still counted as full.
+    vLLM's workers busy-wait for a second after each call, which on CPU takes cores from other processes of the job. A
+    sleeping worker then checks only every 5 s if its wake-up is lost, which happens while the socket's queue of one
+    counts as full.
     """
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.platforms import current_platform
@@ -63,8 +63,8 @@ def wait_for_calls() -> None:
 
 def _fork_on_cpu() -> None:
     """Let workers be forked on CPU: vLLM starts its engine core and workers in fresh interpreters, to set their OpenMP
-    environment. ``engine_process`` has set it for all of them; forked, as vLLM does it elsewhere, each saves the 8 s
-    that importing vLLM takes, and its memory."""
+    environment. ``engine_process`` has set it for all of them already; forking, as vLLM does elsewhere, saves each the
+    8 s and the memory of importing vLLM."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or os.environ.get("VLLM_CPU_OMP_THREADS_BIND") != "nobind":

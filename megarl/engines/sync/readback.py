@@ -1,7 +1,7 @@
-"""Reads back what a vLLM model really computes with, bit by bit, where vLLM keeps only a form made for its kernels.
+"""Exact readback of a vLLM model's weights from the forms that vLLM makes for its kernels.
 
-On CPU a linear layer keeps a matrix packed for oneDNN, experts lie permuted and padded, and latent attention has
-matrices of its own beside the projection that they come from. Runs inside vLLM's workers.
+On CPU a linear layer keeps a matrix packed for oneDNN, experts are permuted and padded, and latent attention has
+matrices derived from its projection. Runs inside vLLM's workers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def may_be_packed(module: nn.Module) -> bool:
 
 
 def is_packed_linear(module: Any, *, plain_head: bool = False) -> bool:
-    """Return True if it computes from a packed copy; lm_head keeps its weight beside that, and computes from the weight
-    where its logits have another type than the model (``plain_head``)."""
+    """Return True if the module computes from a packed copy; lm_head also keeps its weight, and uses it if its logits
+    have another dtype than the model (``plain_head``)."""
     alone = (isinstance(module, ParallelLMHead) and not plain_head) or (
         isinstance(module, LinearBase) and module.weight.numel() == 0
     )
@@ -36,7 +36,7 @@ def is_packed_linear(module: Any, *, plain_head: bool = False) -> bool:
 
 
 def packed_experts(module: Any) -> Any | None:
-    """The CPU kernel that permutes this module's weights; None where the module has no such kernel."""
+    """Return the CPU kernel that permutes this module's weights; None without one."""
     kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
     experts: Any = getattr(kernel, "fused_experts", None)
     permutes = isinstance(module, RoutedExperts) and isinstance(experts, CPUUnquantizedExperts)
@@ -44,9 +44,9 @@ def packed_experts(module: Any) -> Any | None:
 
 
 def unpack_linear(module: Any) -> torch.Tensor:
-    """W [out, in] of ``x -> x W^T``: the image of the identity, which is exact but for negative zeros and subnormal
+    """Return W [out, in] of ``x -> x W^T``, as the image of the identity: exact except for negative zeros and subnormal
     numbers."""
-    weight = module.weight  # empty where only the packed copy is left
+    weight = module.weight  # empty if only the packed copy is left
     columns = _in_features(module)
     blocks = []
     for start in range(0, columns, _UNPACK_COLUMNS):
@@ -58,10 +58,10 @@ def unpack_linear(module: Any) -> torch.Tensor:
 
 
 def unpack_experts(packed: torch.Tensor, isa: str, shape: Shape, *, gated: bool) -> torch.Tensor:
-    """The stack [E, rows, columns] of ``shape`` that the CPU kernel's form was packed from.
+    """Return the stack [E, rows, columns] of ``shape`` from the CPU kernel's packed form.
 
     Packing pads the experts' width, which is the columns (``w2``) or, when ``gated``, each half of the rows (``w13``),
-    and then permutes each expert in the same way: where a number goes is read off a packed expert of numbers.
+    and then permutes each expert in the same way; the permutation is read from a packed expert of index numbers.
     """
     padded = packed[0].numel()
     source = torch.zeros(padded, dtype=torch.int64)
@@ -82,15 +82,15 @@ def unpack_experts(packed: torch.Tensor, isa: str, shape: Shape, *, gated: bool)
 
 
 def latent_projections(model: nn.Module) -> dict[nn.Module, Any]:
-    """kv_b_proj -> the latent attention that makes its own matrices from it."""
+    """Return kv_b_proj -> the latent attention that derives its matrices from it."""
     return {module.kv_b_proj: module for module in model.modules() if isinstance(module, MLAAttention)}
 
 
 def latent_weight(attention: Any) -> torch.Tensor:
-    """kv_b_proj.weight [heads * (nope + v), kv_lora] as latent attention computes with it.
+    """Return kv_b_proj.weight [heads * (nope + v), kv_lora] as used by latent attention.
 
-    Prompts go through the projection itself, sampled tokens through two matrices made from it: where those differ from
-    the projection, theirs is returned, so that whoever compares it sees it.
+    Prompts use the projection, sampled tokens two matrices derived from it. If these differ from the projection, their
+    values are returned, so that a comparison fails.
     """
     weight: torch.Tensor = attention.kv_b_proj.weight.data
     absorbed = torch.cat([attention.W_UK_T.data, attention.W_UV.data.transpose(1, 2)], dim=1)

@@ -36,7 +36,7 @@ from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
 
 if current_platform.is_cpu():
-    # Before a worker builds its model.
+    # Needed before a worker builds its model.
     import megarl.engines.cpu.local_experts  # noqa: F401
     from megarl.engines.cpu import router_bias as cpu_router
     from megarl.engines.cpu import single_rows
@@ -47,14 +47,12 @@ if current_platform.is_cpu():
 log = logging.getLogger(__name__)
 
 TRIMMED_BYTES = 2**26
-"""Parameters of a worker above which freed memory is given back after an update: it has to be zeroed again when it is
-used."""
+"""Parameters of a worker above which freed memory is returned to the system after an update; reuse costs zeroing it."""
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Data with which a worker builds the trainer's plan by itself and joins the link. Plain values: it travels as
-    JSON."""
+    """Data from which a worker builds the trainer's plan and joins the link. Plain values, for JSON."""
 
     host: str
     port: int
@@ -64,10 +62,10 @@ class InitInfo(WeightTransferInitInfo):
     grid: dict[str, int | None]
     """Fields of the trainer's MegatronGrid."""
     transformer_impl: Literal["local", "transformer_engine"]
-    """Implementation of the trainer's model: its local names and cuts depend on it."""
+    """Implementation of the trainer's model, which determines local names and slices."""
     vocab_multiple: int
     kernels: Literal["megarl", "torch"]
-    """``trainer.kernels``: what computes digests."""
+    """``trainer.kernels``, for the computation of digests."""
     replicas: int
     replica: int
     dtype: str
@@ -79,9 +77,9 @@ class InitInfo(WeightTransferInitInfo):
     places: dict[str, Any]
     """Fields of ``megarl.engines.sync.shared.Places``."""
     transport: Backend
-    """``sync.transport``: what carries messages between machines."""
+    """``sync.transport``: backend of messages between machines."""
     lora: dict[str, Any] | None = None
-    """Fields of ``model.lora``; None where the model has no adapters."""
+    """Fields of ``model.lora``; None if the model has no adapters."""
     adapter: Literal["merged", "separate"] = "merged"
     """``sync.adapter``."""
 
@@ -90,27 +88,26 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     version: str
     folder: str | None = None
-    """Folder of the weights' files; None for weights that come over the link."""
+    """Folder of the weights' files; None for weights sent over the link."""
     part: Part = "all"
-    """Weights that come: all, or those that training changes."""
+    """Weights of the update: all, or only those that training changes."""
 
 
 def _delivery(hf_config: Mapping[str, Any], info: InitInfo) -> AdapterDelivery:
-    """Way of the trainer's adapters."""
+    """Return the delivery of the trainer's adapters."""
     return AdapterDelivery.of(hf_config, LoraConfig(**(info.lora or {})), separate=info.adapter == "separate")
 
 
 def _plans_of(source: Layout, layout: Layout, adapters: AdapterDelivery | None) -> dict[Part, ReshardPlan]:
-    """Plans of all weights and of those that training changes."""
+    """Return the plans of all weights and of the weights that training changes."""
     if adapters is None:
         return {"all": build_plan(source, layout)}
     plan = build_plan(adapters.layout(source), adapters.layout(layout))
     return {"all": plan, "changed": plan.only(adapters.changed(plan.destination).__contains__)}
 
 
-# vLLM reads the answers of several workers one after the other, and none after one that failed: those then pass for the
-# answers to its next call. So no worker fails; what went wrong is kept until megarl_outcome asks, or is an answer
-# itself.
+# vLLM reads several workers' replies in turn and stops after a failed one: the unread replies are then taken as replies
+# to its next call. So no worker raises; errors are kept for megarl_outcome, or returned as a reply.
 
 
 def _kept(step: Callable[..., None]) -> Callable[..., None]:
@@ -146,21 +143,21 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     writer: SliceWriter | None = None
     """Writer of this worker's model; None before ``agree``."""
     adapted: AdaptedWriter | None = None
-    """``writer`` where the trainer's model has adapters, with engines' own adapters."""
+    """``writer`` for a trainer's model with adapters, including the engine's separate adapters."""
     _agreed: str | None = None
     """Fingerprint of the plan that ``agree`` built."""
     _links: Sequence[Link] = ()
-    """Link of notices, and that of bucket messages; one may be both."""
+    """Links of notices and of bucket messages; may be the same."""
     _receiver: SharedMemoryReceiver | None = None
     failure: str | None = None
-    """Failure of the last step, until it has been asked for."""
+    """Failure of the last step, until reported."""
     sleeper: Sleeper | None = None
     """None until the worker sleeps for the first time."""
     addresses: dict[str, Address] | None = None
-    """Addresses of the model's tensors, from the first update on; None after a wake that may have moved them."""
+    """Addresses of the model's tensors since the first update; None after a wake that may have moved them."""
 
     def agree(self, info: InitInfo) -> None:
-        """Builds the plan and checks that it is the trainer's; apart from joining, so that a difference shows at once.
+        """Build the plan and check that it equals the trainer's; separate from joining, to report a difference early.
 
         Raises:
             WeightSyncError: the plans or the dtypes differ.
@@ -223,7 +220,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         return SliceWriter(self.model, self.model_config, tensors, eight_bits)
 
     def _adapted_of(self, writer: SliceWriter, plans: Mapping[Part, ReshardPlan], rank: int) -> AdaptedWriter:
-        """Writer of a model whose trainer has adapters."""
+        """Return the writer of a model trained with adapters."""
         rows = [row for row in plans["all"].destination.rows if is_adapter(row.local)]
         own = AdapterWriter(self.model, plans["all"].destination.only_rows(rows), rank) if rows else None
         changed = [local for local in plans["changed"].destination.local_shapes(rank) if not is_adapter(local)]
@@ -231,13 +228,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @_kept
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Joins the engine's link; returns when every trainer rank and every worker of the engine has."""
+        """Join the engine's link; return when every trainer rank and worker of the engine has joined."""
         self.shutdown()
         assert self._agreed == init_info.fingerprint, (
             "another plan: megarl_agree comes before init_weight_transfer_engine"
         )
         address = LinkAddress(init_info.host, init_info.port, init_info.name, init_info.world_size, init_info.timeout_s)
-        store = open_store(address, master=False)  # until this returns: trainer rank 0 would have a socket per worker
+        store = open_store(address, master=False)  # closed on return, or trainer rank 0 would need a socket per worker
         places = Places(**init_info.places)
         self.plans = {part: replace(plan, nearness=places.nearness()) for part, plan in self.plans.items()}
         plan = self.plans["all"]
@@ -255,7 +252,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self.writer is not None, "no trainer: megarl_agree comes before start_weight_update"
         if self.addresses is None:
             self.addresses = addresses_of(self.model)
-        if self.adapted is None:  # else with the weights, which name the part that they are
+        if self.adapted is None:  # else started with the weights, which name their part
             with torch.device(self.device), torch.no_grad():
                 self.writer.start()
 
@@ -289,7 +286,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 )
                 self._receiver.finish()
         except BaseException:
-            self.shutdown()  # closes the connections: the senders learn at once instead of after their timeout
+            self.shutdown()  # closes the connections, so that senders fail at once instead of after their timeout
             raise
 
     @_kept
@@ -299,14 +296,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         with torch.device(self.device), torch.no_grad():
             (self.adapted or self.writer).finish()
         if sum(parameter.nbytes for parameter in self.model.parameters()) > TRIMMED_BYTES:
-            trim_memory()  # unpacked layers and buckets: 250 MiB of an engine with 100M parameters
+            trim_memory()  # unpacked layers and buckets: 250 MiB in an engine with 100M parameters
         assert self.addresses is not None, "start_weight_update comes before finish_weight_update"
         check_addresses(self.addresses, addresses_of(self.model))
 
     def digests(self) -> dict[str, int]:
-        """Logical tensor -> digest of this worker's part of it, read back from what the model computes with; of what
-        arrived where that is kept in 8 bits. Raises WeightsDiffer where padding is not zero, or the 8 bits are not
-        those made from what arrived."""
+        """Return logical tensor -> digest of this worker's part, read back from the model's weights, or as arrived for
+        8-bit weights. Raises WeightsDiffer if padding is not zero, or an 8-bit form does not match the arrived
+        weights."""
         self._require_weights("megarl_digests")
         assert self.writer is not None, "no trainer: megarl_agree comes before megarl_digests"
         eight_bits = self.writer.eight_bits
@@ -326,23 +323,23 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             return merge([found, *({tensor: digest} for tensor, _, digest in eight_bits.pieces())])
 
     def check_files(self) -> int:
-        """Compare what the model computes with with the files that it was loaded from; return the number of elements.
-        No trainer is needed. Raises WeightsDiffer."""
+        """Compare the model's weights with the files that it was loaded from; return the number of elements. No trainer
+        is needed. Raises WeightsDiffer."""
         _, writer = self._alone()
-        read = lru_cache(maxsize=1)(writer.computed_with)  # a tensor's pieces follow each other
+        read = lru_cache(maxsize=1)(writer.computed_with)  # consecutive pieces share a tensor
         path, rank, dtype = Path(self.model_config.model), self.parallel_config.rank, self.model_config.dtype
         with torch.device(self.device), torch.no_grad():
             count = writer.eight_bits.check_files(path, dtype)
             return count + compare_with_files(writer.eight_bits.rest, rank, read, path, dtype)
 
     def expect_files(self) -> None:
-        """Make ready for updates from files, for which no trainer is needed."""
+        """Prepare for updates from files, which need no trainer."""
         self._layout, self.writer = self._alone()
-        self.adapted = None  # the files have merged weights, and the adapter is zero
+        self.adapted = None  # the files have merged weights; the adapter is zero
         self._rank = self.parallel_config.rank
 
     def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:
-        """``execute.piece_digests`` of this worker."""
+        """Return ``execute.piece_digests`` of this worker."""
         self._require_weights("megarl_piece_digests")
         assert self.writer is not None, "megarl_expect_files comes before megarl_piece_digests"
         with torch.device(self.device), torch.no_grad():
@@ -350,7 +347,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             return piece_digests(eight_bits.rest, self._rank, self.writer.computed_with) + eight_bits.pieces()
 
     def _alone(self) -> tuple[Layout, SliceWriter]:
-        """Layout of this engine by itself, and a writer of this worker's part."""
+        """Return the layout of this single engine, and a writer of this worker's part."""
         mine = self.parallel_config
         layout = vllm_layout(
             read_hf_config(Path(self.model_config.model)),
@@ -361,7 +358,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         return layout, self._writer_of(layout, mine.rank)
 
     def lose_weights(self) -> None:
-        """Expect all weights with the next update: they are freed."""
+        """Require all weights in the next update, because they are freed."""
         if self.adapted is not None:
             self.adapted.has_own = False
 
@@ -378,57 +375,58 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to each of its workers; called by name through ``/collective_rpc``. A failure is an answer
-    too."""
+    """Methods that vLLM adds to each of its workers; called by name through ``/collective_rpc``. Failures are returned
+    as replies."""
 
     weight_transfer_engine: Receiver
     _weight_update_active: bool
 
     @_answered
     def megarl_agree(self, info: dict[str, Any]) -> dict[str, str]:
-        """``Receiver.agree`` with the fields of an InitInfo; returns where this worker runs."""
+        """Call ``Receiver.agree`` with the fields of an InitInfo; return this worker's machine."""
         self.weight_transfer_engine.agree(InitInfo(**info))
         return {"machine": machine()}
 
     @_answered
     def megarl_digests(self) -> dict[str, str]:
-        """Logical tensor -> digest in hexadecimal (JSON readers elsewhere lose 64-bit integers)."""
+        """Return logical tensor -> digest in hexadecimal (some JSON readers lose 64-bit integers)."""
         return {name: f"{digest:016x}" for name, digest in self.weight_transfer_engine.digests().items()}
 
     @_answered
     def megarl_digest_fold(self) -> dict[str, Any]:
-        """``fold`` of the digests in hexadecimal, and the number of ``tensors`` in it: what a sync compares first."""
+        """Return the ``fold`` of the digests in hexadecimal and its number of ``tensors``, which a sync compares
+        first."""
         found = self.weight_transfer_engine.digests()
         return {"fold": f"{fold(found):016x}", "tensors": len(found)}
 
     @_answered
     def megarl_check_files(self) -> dict[str, int]:
-        """Number of ``elements`` that equal those of the model's files; a failure names the tensors that do not."""
+        """Return the number of ``elements`` equal to the model's files; a failure names the differing tensors."""
         return {"elements": self.weight_transfer_engine.check_files()}
 
     @_answered
     def megarl_expect_files(self) -> dict[str, bool]:
-        """``Receiver.expect_files``; then an update may name a folder."""
+        """Call ``Receiver.expect_files``, so that updates may name a folder."""
         self.weight_transfer_engine.expect_files()
         return {"ready": True}
 
     @_answered
     def megarl_piece_digests(self) -> dict[str, list[Any]]:
-        """``pieces``: [logical tensor, [[from, to] of each axis], digest in hexadecimal] of each that the worker
-        holds."""
+        """Return ``pieces``: [logical tensor, [[from, to] of each axis], digest in hexadecimal] of each piece of the
+        worker."""
         found = self.weight_transfer_engine.piece_digests()
         return {"pieces": [(tensor, box, f"{digest:016x}") for tensor, box, digest in found]}
 
     @_answered
     def megarl_outcome(self) -> dict[str, Any]:
-        """Outcome of the last step of vLLM's own (init, start, update, finish)."""
+        """Return the outcome of vLLM's last step (init, start, update, finish)."""
         failure, self.weight_transfer_engine.failure = self.weight_transfer_engine.failure, None
         if failure is not None:
             raise WeightSyncError(failure)
         return {}
 
     def megarl_abandon_update(self) -> dict[str, bool]:
-        """Forgets an update that began and will not be finished, so that the next one may start."""
+        """Cancel an unfinished update, so that the next one may start."""
         abandoned = self._weight_update_active
         self._weight_update_active = False
         self.weight_transfer_engine.failure = None
@@ -436,7 +434,7 @@ class WorkerExtension:
 
     @_answered
     def megarl_sleep(self, keep_weights: bool = False) -> dict[str, int]:
-        """Free KV cache and weights; ``Sleeper.sleep``. Also before a trainer has joined."""
+        """Free KV cache and weights (``Sleeper.sleep``), also before a trainer joins."""
         if self._weight_update_active:
             raise WeightSyncError("a weight update is under way: it ends, or is abandoned, before megarl_sleep")
         if not keep_weights:
@@ -445,7 +443,7 @@ class WorkerExtension:
 
     @_answered
     def megarl_wake(self, what: What) -> dict[str, int]:
-        """Take the memory of ``what`` again; ``Sleeper.wake``."""
+        """Allocate the memory of ``what`` again (``Sleeper.wake``)."""
         if what not in WHAT:
             raise WeightSyncError(f"megarl_wake takes one of {', '.join(WHAT)}, not {what!r}")
         sleeper = self._sleeper()

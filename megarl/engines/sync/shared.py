@@ -1,7 +1,7 @@
-"""Weights for an engine worker on the trainer rank's own machine: in buckets that both have, instead of a socket.
+"""Weights for an engine worker on the trainer rank's own machine: in shared buckets instead of a socket.
 
-A receiver on the same machine opens the sender's two buckets (``bucket_memory.py``) and unpacks from them, so it has
-no bucket. The socket carries only "written" and "read", in the order of the messages.
+A receiver on the same machine opens the sender's two buckets (``bucket_memory.py``) and unpacks from them, so it needs
+no buckets. The socket transports only "written" and "read", in the order of the messages.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.weights.reshard.execute import Arrival, Transport, Work
 
 
 def machine() -> str:
-    """Equal for two processes exactly when they can share memory: one boot of one machine, one view of /proc, one user.
+    """Return an id that is equal for two processes exactly if they can share memory: same boot, same /proc, same user.
 
     ``MEGARL_NODE`` overrides it, so that tests can have several nodes on one machine.
     """
@@ -29,7 +29,7 @@ def machine() -> str:
 
 @dataclass(frozen=True)
 class Places:
-    """Machines of all processes; empty: nobody shares memory. Plain values: it travels as JSON."""
+    """Machines of all processes; empty if none share memory. Plain values, for JSON."""
 
     workers: Sequence[str] = ()
     """Machine of each engine worker, by destination rank."""
@@ -37,7 +37,7 @@ class Places:
     """(machine, process, descriptor of its memory file) of each trainer rank."""
 
     def of_workers(self, first: int, count: int) -> Places:
-        """Return the places where these workers are all; where nobody shares memory, so nobody does."""
+        """Return the places of a job with only these workers; still empty if none share memory."""
         return Places(self.workers[first : first + count], self.senders)
 
     def workers_on_same_machine(self, trainer: int) -> frozenset[int]:
@@ -45,7 +45,7 @@ class Places:
         return frozenset(rank for rank, where in enumerate(self.workers) if where == self.senders[trainer][0])
 
     def senders_on_same_machine(self, worker: int) -> dict[int, MemoryFile]:
-        """Trainer rank -> its memory file, of those whose memory this destination rank reads."""
+        """Return trainer rank -> memory file, for ranks on this destination rank's machine."""
         return {
             rank: MemoryFile(pid, descriptor)
             for rank, (where, pid, descriptor) in enumerate(self.senders)
@@ -53,7 +53,7 @@ class Places:
         }
 
     def nearness(self) -> Callable[[int, int], int] | None:
-        """Nearness of ranks for ``build_plan``; None where all are alike."""
+        """Return the nearness of ranks for ``build_plan``; None if all are equal."""
         if len({*self.workers, *(where for where, *_ in self.senders)}) < 2:
             return None
         return lambda src, dst: int(self.senders[src][0] != self.workers[dst])
@@ -63,8 +63,8 @@ class SharedMemorySender:
     """A sender's transport: through memory to the ranks in ``same_machine``, over ``far`` to all others.
 
     Args:
-        link: Carries notices to and from ``same_machine``, in host memory.
-        far: Carries the other messages; None: ``link`` does.
+        link: Transports notices to and from ``same_machine``, in host memory.
+        far: Transports the other messages; None uses ``link``.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class SharedMemorySender:
         raise AssertionError("trainer ranks only send")
 
     def finish(self) -> None:
-        """Gives the memory of the buckets back; every receiver has read what they held, or is waited for no more."""
+        """Free the buckets' memory, after every receiver has read it or was given up."""
         self._memory.close()
 
 
@@ -103,7 +103,7 @@ class _Lent:
     rank: int
     notice: Work
     name: torch.Tensor
-    """Lives until it has been sent."""
+    """Kept alive until sent."""
 
     def wait(self) -> None:
         self.notice.wait()
@@ -137,7 +137,7 @@ class SharedMemoryReceiver:
         return _Borrowed(self, rank, nbytes, self._link.irecv(name.nbytes, rank, lambda: name))
 
     def finish(self) -> None:
-        """Lets go of the senders' memory."""
+        """Release the senders' memory."""
         for work, _ in self._answers:
             work.wait()
         self._answers.clear()

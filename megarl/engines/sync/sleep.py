@@ -1,9 +1,9 @@
-"""Sleep of an engine's worker: its weights and KV cache are freed while a trainer uses the memory of the same machine.
+"""Sleep of an engine's worker: it frees weights and KV cache while a trainer uses the machine's memory.
 
-Weights are freed, and the trainer's next publication brings them; or they are kept in host memory, for a trainer that
-publishes few of them. On CPU, vLLM's own sleep does nothing, so the storages are freed here by ``resize_(0)``, which
-leaves every tensor and view valid; the packed copies that vLLM's CPU kernels made are dropped. On CUDA, vLLM's sleep
-does the work (never run on a GPU). Runs inside vLLM's workers.
+Weights are freed until the trainer's next publication; or kept in host memory, for a trainer that publishes few of
+them. On CPU, vLLM's own sleep does nothing, so the storages are freed here by ``resize_(0)``, which leaves every tensor
+and view valid; the packed copies that vLLM's CPU kernels made are dropped. On CUDA, vLLM's sleep does the work (never
+run on a GPU). Runs inside vLLM's workers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.core.processes.machine import resident_bytes, trim_memory
 from megarl.engines.sync.tensor_addresses import LATENT
 
 What = Literal["weights", "kv_cache"]
-"""Memory that sleeps; vLLM's names."""
+"""Memory to free, by vLLM's names."""
 WHAT: tuple[What, ...] = get_args(What)
 
 
@@ -32,24 +32,24 @@ class Sleeper(Protocol):
 
     asleep: set[What]
     moves: bool
-    """True if memory that wakes may have another address."""
+    """True if woken memory may have another address."""
 
     def sleep(self, keep_weights: bool) -> dict[str, int]:
-        """Free all that is awake. Returns the bytes ``freed`` and the process's resident bytes, ``rss``.
+        """Free all awake memory. Returns the bytes ``freed`` and the process's resident bytes, ``rss``.
 
         Args:
             keep_weights: Keep the weights' values in host memory until they wake.
         """
 
     def wake(self, what: What) -> dict[str, int]:
-        """Take memory again, unless it is awake. Returns the bytes ``taken`` and the process's resident bytes, ``rss``.
+        """Allocate memory again, unless awake. Returns the bytes ``taken`` and the process's resident bytes, ``rss``.
 
         Weights that were not kept have no values until the next publication; the KV cache is zero.
         """
 
 
 def sleeper_of(worker: Any) -> Sleeper:
-    """Sleeper for the device of a vLLM worker; everything is awake."""
+    """Return the sleeper for a vLLM worker's device, with all memory awake."""
     return HostSleeper(worker) if current_platform.is_cpu() else DeviceSleeper(worker)
 
 
@@ -78,12 +78,12 @@ class HostSleeper:
         return {"freed": before - after, "rss": after}
 
     def wake(self, what: What) -> dict[str, int]:
-        """Give storages their sizes again. Pages of weights become resident as a publication writes them; its reload
-        packs them and copies them into the storages that vLLM's kernels know."""
+        """Restore the storages' sizes. Pages of weights become resident when a publication writes them; its reload
+        packs them and copies them into the storages of vLLM's kernels."""
         before = resident_bytes()
         if what in self.asleep:
             for storage, size in self._freed[what]:
-                storage.resize_(size)  # without memory it raises, and another wake begins here again
+                storage.resize_(size)  # raises without memory; a later wake starts here again
                 if what == "kv_cache":
                     torch.empty(0, dtype=torch.uint8).set_(storage, 0, (size,)).zero_()  # type: ignore[call-overload]
             self.asleep.discard(what)
@@ -96,12 +96,12 @@ class DeviceSleeper:
     """Memory of a worker on CUDA, by vLLM's sleep of level 2 or 1 (never run on a GPU).
 
     Level 2 discards weights and KV cache, and copies the model's buffers to host memory until the weights wake. Level 1
-    copies the weights, with all that was made while the model was loaded, to pinned host memory.
+    copies the weights, with all other memory of the model's load, to pinned host memory.
 
-    Only memory of vLLM's pool goes: the engine must be started with ``--enable-sleep-mode``. vLLM's engine core pauses
-    scheduling and resets its caches before a sleep; ``EngineControl.sleep`` does that here, and the core does not
-    learn of the sleep. So its dummy batches, which only data-parallel engines run, would fail. Memory that wakes has
-    the address that it had.
+    Only memory of vLLM's pool is freed: the engine must be started with ``--enable-sleep-mode``. vLLM's engine core
+    pauses scheduling and resets its caches before a sleep; ``EngineControl.sleep`` does that here, without the core's
+    knowledge of the sleep. So its dummy batches, which only data-parallel engines run, would fail. Woken memory keeps
+    its address.
     """
 
     moves = False
@@ -111,10 +111,10 @@ class DeviceSleeper:
         self._worker = worker
 
     def sleep(self, keep_weights: bool) -> dict[str, int]:
-        """Let vLLM take all that is awake from the device. Raises WeightSyncError where its pool is not in use."""
+        """Let vLLM free all awake device memory. Raises WeightSyncError if its pool is not in use."""
         if not self._worker.model_config.enable_sleep_mode:
             raise WeightSyncError("this engine cannot sleep: it was started without --enable-sleep-mode")
-        if self.asleep == {"weights"}:  # vLLM copies the buffers first, which sleep with the weights
+        if self.asleep == {"weights"}:  # vLLM first copies the buffers, which sleep with the weights
             raise WeightSyncError("the weights sleep and the KV cache is awake: wake the weights before another sleep")
         before = device_bytes_free()
         if self.asleep != set(WHAT):
@@ -135,7 +135,7 @@ class DeviceSleeper:
 
 
 def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters that every update writes or makes; those that vLLM put aside in an update that ended midway, too."""
+    """Yield the parameters that every update writes or derives, including those set aside by an interrupted update."""
     for module in model.modules():
         info = get_layerwise_info(module)
         names = info.restore_metadata[0].keys() | SKIP_TENSORS | (LATENT if isinstance(module, MLAAttention) else set())
@@ -146,7 +146,7 @@ def _weights(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _drop_packed(model: nn.Module) -> None:
-    """Release the packed copies of linear layers, which belong to their ``cpu_linear``; an update makes both again."""
+    """Release the packed copies of linear layers, which belong to their ``cpu_linear``; an update recreates both."""
     for module in model.modules():
         if "cpu_linear" in vars(module) and "weight" in get_layerwise_info(module).restore_metadata[0]:
             module.cpu_linear = _not_published  # type: ignore[assignment]
@@ -157,7 +157,7 @@ def _not_published(*_: Any) -> torch.Tensor:
 
 
 def _kv_cache(worker: Any) -> Iterator[torch.Tensor]:
-    """KV caches of the runner and of attention layers, whose views share storages."""
+    """Yield the KV caches of the runner and of attention layers, as views that share storages."""
     yield from worker.model_runner.kv_caches
     for layer in worker.vllm_config.compilation_config.static_forward_context.values():
         cache = getattr(layer, "kv_cache", None)
@@ -165,7 +165,7 @@ def _kv_cache(worker: Any) -> Iterator[torch.Tensor]:
 
 
 def _free(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Free storages of ``tensors``; return those that had bytes, each once, with their bytes."""
+    """Free the storages of ``tensors``; return each non-empty storage once, with its bytes."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
     freed = [(storage, storage.nbytes()) for storage in storages.values() if storage.nbytes()]
     for storage, _ in freed:
@@ -174,6 +174,6 @@ def _free(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.UntypedStorage, i
 
 
 def device_bytes_free() -> int:
-    """Return the bytes of the device that no process has allocated, once all kernels have ended."""
+    """Return the device's free bytes after all kernels have ended."""
     torch.accelerator.synchronize()
     return int(torch.accelerator.get_memory_info()[0])

@@ -1,5 +1,5 @@
-"""Addresses of the tensors that a vLLM model computes with: a sync must not move them, since captured graphs read
-addresses. Runs inside vLLM's workers."""
+"""Addresses of a vLLM model's tensors: a sync must not move them, because CUDA graphs read fixed addresses. Runs inside
+vLLM's workers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from megarl.core.errors import WeightSyncError, first_of
 
 LATENT = frozenset(("W_UV", "W_UK_T"))
-"""Matrices that latent attention makes from ``kv_b_proj`` at the end of every update."""
+"""Matrices that latent attention derives from ``kv_b_proj`` at the end of every update."""
 ADAPTERS = ("lora_a_stacked", "lora_b_stacked")
 """Buffers of vLLM's LoRA layers, one for each tensor that is fused in a layer."""
 _SHOWN = 4
@@ -23,7 +23,7 @@ class Address(NamedTuple):
     """Place of a tensor in memory."""
 
     pointer: int
-    """``data_ptr()``; 0 where the storage is empty."""
+    """``data_ptr()``; 0 if the storage is empty."""
     nbytes: int
     """Bytes of its whole storage."""
 
@@ -32,8 +32,8 @@ class Address(NamedTuple):
 
 
 def addresses_of(model: nn.Module) -> dict[str, Address]:
-    """Name -> address of every parameter and buffer of ``model``'s modules and of what latent attention has made; those
-    included that an update under way has put aside."""
+    """Return name -> address of every parameter and buffer of ``model`` and of latent attention's matrices, including
+    those set aside by a running update."""
     return {
         f"{path}.{name}": Address(tensor.data_ptr(), tensor.untyped_storage().nbytes())
         for path, module in model.named_modules()

@@ -1,8 +1,8 @@
-"""Writes slices into a vLLM model's local fused tensors, and reads back what the model really computes with.
+"""Writes slices into a vLLM model's local fused tensors, and reads back the weights that it computes with.
 
-vLLM repacks weights for its kernels after loading and frees the originals, so neither can be done in place. Its own
-layerwise reload restores a layer's tensors, lets them be written and repacks them; ``SliceWriter`` drives that reload
-with slices instead of HF tensors. Runs inside vLLM's workers.
+vLLM repacks weights for its kernels after loading and frees the originals, so both need its layerwise reload: it
+restores a layer's tensors, lets them be written and repacks them; ``SliceWriter`` drives that reload with slices
+instead of HF tensors. Runs inside vLLM's workers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from megarl.engines.sync import readback
 from megarl.engines.sync.eight_bits import EightBits
 
 BUFFERS = {"e_score_correction_bias"}
-"""Weights that transformers' modules keep as buffers: routers' biases, where vLLM runs these modules."""
+"""Weights that transformers' modules keep as buffers: routers' biases, if vLLM runs these modules."""
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class LocalTensor:
 
 @dataclass(frozen=True)
 class _Faint:
-    """Elements that a matrix product need not give back: negative zeros and subnormal numbers."""
+    """Elements that a matrix product may not reproduce: negative zeros and subnormal numbers."""
 
     index: torch.Tensor
     values: torch.Tensor
 
 
 def plain_path(path: str) -> str:
-    """Return the name of a module as it is without vLLM's LoRA layer around it."""
+    """Return a module's name without vLLM's LoRA wrapper."""
     return path.replace(".base_layer", "")
 
 
@@ -56,7 +56,7 @@ class SliceWriter:
         model: The worker's model.
         model_config: vLLM's.
         tensors: Local tensor name -> its part of the layout; an update writes every element, padding included.
-        eight_bits: Those of them that the model keeps in 8 bits.
+        eight_bits: Tensors that the model keeps in 8 bits.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class SliceWriter:
         self._plain_head = model_config.head_dtype != model_config.dtype
         self._latent = readback.latent_projections(model)
         self.left: dict[nn.Module, int] = {}
-        """Module -> elements that the update under way has still to write there."""
+        """Module -> elements that the running update has still to write."""
         self._reloaded: nn.Module = model
-        """Layers of the update under way."""
+        """Layers of the running update."""
         self._open: set[nn.Module] = set()
         self._faint: dict[str, _Faint] = {}
         unknown = sorted(set(self._tensors) ^ set(self.owner))
@@ -84,10 +84,9 @@ class SliceWriter:
             )
 
     def start(self, names: Collection[str] | None = None) -> None:
-        """Begins an update, also after one that ended midway: every layer waits for new weights.
+        """Begin an update, also after an interrupted one: every layer waits for new weights.
 
-        ``names``: the local tensors that come, all of a module or none; the layers without any stay as they are. None
-        is all.
+        ``names``: the local tensors of the update, all of a module or none; other layers stay unchanged. None is all.
         """
         assert names is None or not self.eight_bits, "layers in 8 bits are written together"
         given = self._tensors if names is None else {name: self._tensors[name] for name in names}
@@ -100,7 +99,7 @@ class SliceWriter:
         self.eight_bits.forget()
         if names is None:
             self._reloaded = self._model
-        else:  # latent attention makes matrices of its own from one of these
+        else:  # latent attention derives its matrices from one of these
             attention = [self._latent[module] for module in self.left if module in self._latent]
             self._reloaded = nn.ModuleList([*self.left, *attention])
         repack_experts(self._reloaded)
@@ -108,7 +107,7 @@ class SliceWriter:
         initialize_layerwise_reload(self._reloaded)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The local tensor to write slices into; the first call for a layer allocates it."""
+        """Return the local tensor to write slices into; a layer's first call allocates it."""
         module, parameter = self.owner[name]
         self._allocate(module)
         tensor: torch.Tensor = getattr(module, parameter).data
@@ -126,21 +125,21 @@ class SliceWriter:
             self._open.add(module)
 
     def wrote(self, name: str, numel: int) -> None:
-        """Counts; a layer that has all its elements is packed at once, so that only those under way are unpacked. One
-        whose scales workers agree on waits for ``finish``."""
+        """Count written elements and pack complete layers, so that only incomplete layers are unpacked. Layers with
+        scales shared by workers wait for ``finish``."""
         module, _ = self.owner[name]
         self.left[module] -= numel
         if self.left[module] == 0 and module not in self.eight_bits.wait:
             self.pack(module)
 
     def finish(self) -> None:
-        """Ends the update.
+        """End the update.
 
         Raises:
             WeightSyncError: a tensor did not get all its elements.
         """
         for module in list(self.left):
-            if module in self.eight_bits.wait:  # before anything is refused: other workers do the same
+            if module in self.eight_bits.wait:  # before any error is raised, because other workers do the same
                 self._allocate(module)
                 self.pack(module)
         short = [name for name, (module, _) in self.owner.items() if self.left.get(module, 0) != 0]
@@ -149,8 +148,7 @@ class SliceWriter:
         finalize_layerwise_reload(self._reloaded, self._model_config)
 
     def computed_with(self, name: str) -> torch.Tensor:
-        """The local tensor as the model computes with it, in the layout's shape and dtype; unpacked where it is
-        packed."""
+        """Return the local tensor that the model computes with, in the layout's shape and dtype, unpacked if packed."""
         module, parameter = self.owner[name]
         expected = self._tensors[name]
         experts = readback.packed_experts(module)
@@ -165,7 +163,8 @@ class SliceWriter:
             value = getattr(module, parameter).data
         if value.dtype == expected.dtype:
             return value
-        # vLLM may keep it in a wider dtype; what is not the same number in the layout's stays as it is, for all to see.
+        # vLLM may keep a wider dtype; values that the layout's dtype cannot represent stay unchanged, so that a check
+        # fails.
         narrow = value.to(expected.dtype)
         return narrow if torch.equal(narrow.to(value.dtype), value) else value
 
@@ -178,16 +177,16 @@ class SliceWriter:
         return weight
 
     def pack(self, module: nn.Module) -> None:
-        """Let vLLM repack a module whose elements have all been written, in the layout of its kernels."""
+        """Let vLLM repack a completely written module for its kernels."""
         if module in self.eight_bits:
             self.eight_bits.arrived(module)
         elif readback.may_be_packed(module) and module.get_parameter("weight").is_cpu:
-            # On GPUs nothing is packed, and looking would make the host wait for the device.
+            # On GPUs weights are not packed, and this check would make the host wait for the device.
             self._remember_faint(module)
         _layerwise_process(module, get_layerwise_info(module))
 
     def _remember_faint(self, module: nn.Module) -> None:
-        """Both sides compare bits; a product loses the sign of zero, and some kernels take subnormals for zero."""
+        """Record negative zeros and subnormal numbers: checks compare bits, and a matrix product may lose these."""
         name = next(name for name, owner in self.owner.items() if owner == (module, "weight"))
         weight = module.get_parameter("weight").data.reshape(-1)
         tiny = weight.abs() < torch.finfo(weight.dtype).tiny
@@ -197,9 +196,8 @@ class SliceWriter:
 
 
 def _loadable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """(path of the module, module, parameter) of all that is loaded; what is computed from that afterwards is left
-    out."""
-    always_there: set[int] = set()  # by two names where another module has it too
+    """Yield (module's path, module, parameter) of all loaded weights, without tensors derived from them."""
+    always_there: set[int] = set()  # may have two names, if another module has it too
     for path, module in model.named_modules():
         loaded, _ = get_layerwise_info(module).restore_metadata
         for name, parameter in module.named_parameters(recurse=False):
@@ -215,7 +213,7 @@ def _loadable(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 
 def _name_loaders(model: nn.Module) -> None:
-    """Give loaders of weights that are partial functions a name, which vLLM's reload asks for (MiniMax's norms)."""
+    """Give weight loaders that are partial functions a name, which vLLM's reload requires (MiniMax's norms)."""
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, functools.partial):
@@ -223,8 +221,8 @@ def _name_loaders(model: nn.Module) -> None:
 
 
 def repack_experts(model: nn.Module) -> None:
-    """Makes vLLM's CPU kernels pack the experts of a reload too: with a kernel already there vLLM stores them unpacked,
-    and that kernel computes from them as if they were packed."""
+    """Make vLLM's CPU kernels pack the experts of a reload too: with an existing kernel vLLM stores them unpacked, and
+    that kernel reads them as if packed."""
     for module in model.modules():
         if readback.packed_experts(module) is not None:
             quant_method: Any = module.quant_method

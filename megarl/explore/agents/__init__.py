@@ -1,1 +1,1 @@
-"""Agents of others, trained without a change: an endpoint that records what they ask the rollout model."""
+"""Third-party agents, trained unchanged: an endpoint that records their requests to the rollout model."""

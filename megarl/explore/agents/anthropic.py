@@ -25,9 +25,9 @@ REFUSED = ("stop_sequences", "mcp_servers", "thinking")
 
 
 def asked_of(body: Any, repeated: Repeated) -> Asked:
-    """Read a request. ``temperature``, ``top_p`` and ``top_k`` are the job's, whatever the request has.
+    """Read a request. ``temperature``, ``top_p`` and ``top_k`` come from the job, never from the request.
 
-    ``repeated``: of the messages that the session has read. Raises BadRequest.
+    ``repeated``: cache of the session's converted messages. Raises BadRequest.
     """
     given = messages_field(body)
     for name in REFUSED:
@@ -46,13 +46,13 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
 
 
 def sent_back(reply: Reply) -> Message:
-    """The assistant's message as a client sends it back."""
+    """Return the assistant's message as a client sends it back."""
     [message] = _messages({"role": "assistant", "content": list(_blocks(reply))})
     return message
 
 
 def response_of(reply: Reply, number: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """``message`` of a response."""
+    """Return the protocol's ``message`` of a response."""
     reason = "max_tokens" if reply.truncated else "tool_use" if reply.calls else "end_turn"
     return {
         "id": number,
@@ -67,7 +67,7 @@ def response_of(reply: Reply, number: str, body: Mapping[str, Any]) -> dict[str,
 
 
 def events_of(reply: Reply, number: str, body: Mapping[str, Any]) -> Iterator[str]:
-    """The same as server-sent events, each block in one piece."""
+    """Yield the same as server-sent events, each block in one piece."""
     whole = response_of(reply, number, body)
     usage = whole["usage"]
     begun = whole | {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}
@@ -100,7 +100,8 @@ def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
 
 
 def _messages(message: Any) -> list[Message]:
-    """One message as those of a chat template: results of tools are messages of their own. Raises BadRequest."""
+    """Convert one message into chat-template messages: each tool result becomes a separate message. Raises
+    BadRequest."""
     if object_field(message, "messages[]").get("role") not in ("user", "assistant"):
         raise BadRequest(f"`role` of a message must be user or assistant, got {message.get('role')!r:.40}")
     content = message.get("content")
@@ -132,7 +133,7 @@ def _messages(message: Any) -> list[Message]:
 
 
 def _image_of(block: Mapping[str, Any], name: str) -> str | None:
-    """Image of a block ``image``, in base64. Raises BadRequest."""
+    """Return the base64 image of an ``image`` block; None for other blocks. Raises BadRequest."""
     if block.get("type") != "image":
         return None
     source = object_field(block.get("source"), f"{name}.source")

@@ -1,4 +1,4 @@
-"""Contents of agents' messages: a text, or parts of which some are images.
+"""Contents of agents' messages: a text, or a list of texts and images.
 
 In the form of chat templates an image is ``{type: image, image: BASE64}``: JSON, so that conversations have digests.
 """
@@ -17,15 +17,15 @@ from megarl.tasks.images.inline import data_uri, messages_with
 
 Content = str | list[dict[str, str]]
 MOST = 1024
-"""Most images of a request, the largest that ``rollout.max_images`` may be."""
+"""Most images of a request, equal to the maximum of ``rollout.max_images``."""
 
 
 def content_of(content: Any, image_of: Callable[[Mapping[str, Any], str], str | None] | None = None) -> Content:
-    """A content in the form of chat templates: texts are joined where no image is among them.
+    """Convert a content into the form of chat templates: without images, texts are joined.
 
     Args:
-        image_of: Image of a protocol's part, given with its name, in base64; None for a part that is none. Without it
-            there may be texts alone.
+        image_of: Returns the base64 image of a part, given with its name, or None for other parts. Without it only
+            texts are allowed.
 
     Raises BadRequest.
     """
@@ -47,13 +47,13 @@ def content_of(content: Any, image_of: Callable[[Mapping[str, Any], str], str | 
 
 
 def joined(parts: list[dict[str, str]]) -> Content:
-    """Parts of a content as one text where all are texts."""
+    """Join the parts of a content if all are texts."""
     return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
 
 
 def images_of(messages: Sequence[Message]) -> tuple[bytes, ...]:
-    """Files of the images of some messages, in order. Raises BadRequest for what is no image, and for more than
-    ``MOST``, which are not looked at."""
+    """Return the image files of ``messages``, in order. Raises BadRequest for an invalid image or more than ``MOST``
+    images."""
     lists = [message["content"] for message in messages if isinstance(message.get("content"), list)]
     given = [part["image"] for content in lists for part in content if part["type"] == "image"]
     if len(given) > MOST:
@@ -69,7 +69,7 @@ def images_of(messages: Sequence[Message]) -> tuple[bytes, ...]:
 
 
 def bare(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose images are placeholders alone, as chat templates render them."""
+    """Return messages with bare placeholders for images, as chat templates render them."""
 
     def without(content: Any) -> Any:
         if not isinstance(content, list):
@@ -80,7 +80,7 @@ def bare(messages: Sequence[Message]) -> list[Message]:
 
 
 def prompt_of(task: Task) -> list[Message]:
-    """A task's prompt as an agent is given it: images as ``image_url`` parts with ``data:`` URIs."""
+    """Return a task's prompt for an agent, with images as ``image_url`` parts with ``data:`` URIs."""
     return messages_with(
         task, lambda image: {"type": "image_url", "image_url": {"url": data_uri(image, media_type(image))}}
     )

@@ -1,8 +1,8 @@
-"""First program in a command's sandbox: it passes connections on to the endpoint outside, and runs the command.
+"""First program in a command's sandbox: it forwards connections to the endpoint outside and runs the command.
 
 Run by file name, with the standard library alone: ``inside.py SOCKET PORT DESCRIPTOR BYTES COMMAND...``. The sandbox
-has a network of its own, so connections to the endpoint's port are taken here and given to its UNIX socket. The result
-of the command goes, up to so many bytes, to the descriptor, which the command itself does not have.
+has a separate network, so this program accepts connections to the endpoint's port and forwards them to its UNIX socket.
+The first BYTES of the command's result go to DESCRIPTOR, which the command cannot access.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def pass_on(result: str, descriptor: int, most: int) -> None:
-    """Write a mark and the result's first bytes; nothing where there is no result. Raises OSError."""
+    """Write a mark and the result's first bytes; nothing without a result. Raises OSError."""
     try:
         source = os.open(result, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -49,7 +49,7 @@ def pass_on(result: str, descriptor: int, most: int) -> None:
 
 
 def accept(listening: socket.socket, path: str) -> None:
-    """Give each connection two threads, one for each direction."""
+    """Forward each connection with two threads, one for each direction."""
     while True:
         inner, _ = listening.accept()
         outer = socket.socket(socket.AF_UNIX)
@@ -63,7 +63,7 @@ def accept(listening: socket.socket, path: str) -> None:
 
 
 def copy(source: socket.socket, target: socket.socket) -> None:
-    """Copy until the source ends; its end is the target's. Where the target is gone, nothing more is read."""
+    """Copy until the source or target is closed; then close the target for writing."""
     with contextlib.suppress(OSError):
         while piece := source.recv(PIECE):
             target.sendall(piece)

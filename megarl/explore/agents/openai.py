@@ -23,20 +23,20 @@ from megarl.explore.agents.request import (
 )
 
 ROLES = {"developer": "system", "function": "tool"}
-"""Roles of the protocol that chat templates know under another name."""
+"""Roles of the protocol -> names in chat templates."""
 KEPT = ("tool_call_id", "name", "reasoning_content")
-"""Further fields of a message that chat templates know."""
+"""Further message fields used by chat templates."""
 LOST = ("function_call", "audio", "refusal")
-"""Fields with something for the model to read that no chat template knows."""
+"""Message fields with content that chat templates cannot render."""
 REFUSED = ("stop", "logit_bias", "logprobs", "functions", "function_call", "audio", "prediction")
-"""Settings that would change which tokens are sampled, or ask for what is not recorded."""
+"""Refused settings: they would change the sampling, or request unrecorded data."""
 ZERO = ("frequency_penalty", "presence_penalty")
 
 
 def asked_of(body: Any, repeated: Repeated) -> Asked:
-    """Read a request. ``temperature``, ``top_p`` and ``seed`` are the job's, whatever the request has.
+    """Read a request. ``temperature``, ``top_p`` and ``seed`` come from the job, never from the request.
 
-    ``repeated``: of the messages that the session has read. Raises BadRequest.
+    ``repeated``: cache of the session's converted messages. Raises BadRequest.
     """
     messages = messages_field(body)
     for name in REFUSED:
@@ -61,7 +61,7 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
 
 
 def message_of(message: Any) -> Message:
-    """A message in the form of chat templates. Raises BadRequest."""
+    """Convert a message into the form of chat templates. Raises BadRequest."""
     role = text_field(object_field(message, "messages[]").get("role"), "role")
     if lost := next((name for name in LOST if message.get(name)), None):
         raise BadRequest(f"`messages[].{lost}` would not be in the prompt; leave it out, or give it as content")
@@ -73,7 +73,7 @@ def message_of(message: Any) -> Message:
 
 
 def _image_of(part: Mapping[str, Any], name: str) -> str | None:
-    """Image of a part ``image_url``, in base64. Raises BadRequest."""
+    """Return the base64 image of an ``image_url`` part; None for other parts. Raises BadRequest."""
     if part.get("type") != "image_url":
         return None
     url = text_field(object_field(part.get("image_url"), f"{name}.image_url").get("url"), f"{name}.image_url.url")
@@ -86,12 +86,12 @@ def _image_of(part: Mapping[str, Any], name: str) -> str | None:
 
 
 def sent_back(reply: Reply) -> Message:
-    """The assistant's message as a client sends it back."""
+    """Return the assistant's message as a client sends it back."""
     return message_of(_written(reply))
 
 
 def response_of(replies: Sequence[Reply], number: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """``chat.completion`` of some responses to one request."""
+    """Return the ``chat.completion`` of the responses to one request."""
     choices = [
         {"index": i, "message": _written(reply), "finish_reason": _reason(reply), "logprobs": None}
         for i, reply in enumerate(replies)
@@ -101,7 +101,7 @@ def response_of(replies: Sequence[Reply], number: str, body: Mapping[str, Any]) 
 
 
 def chunks_of(replies: Sequence[Reply], number: str, body: Mapping[str, Any]) -> Iterator[str]:
-    """The same as server-sent events. A response comes in one piece: it was whole before the first byte is sent."""
+    """Yield the same as server-sent events. Each response is sent in one piece, once it is complete."""
     head = {
         "id": number,
         "object": "chat.completion.chunk",
@@ -159,7 +159,7 @@ def _call(call: Mapping[str, Any]) -> Message:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Arguments as an object, as chat templates expect them; a text that is none stays one."""
+    """Parse arguments into an object, as chat templates expect; invalid JSON stays a text."""
     if not isinstance(arguments, str):
         return arguments or {}
     try:

@@ -1,4 +1,4 @@
-"""Agents that are programs: one process for each trajectory, ended with all that it has started."""
+"""Agents that are programs: one process for each trajectory, killed with all its descendants."""
 
 from __future__ import annotations
 
@@ -20,60 +20,59 @@ from megarl.explore.agents.sandbox import RESULT_FILE, CommandSandbox
 from megarl.sandbox import seccomp
 
 OUTPUT_BYTES = 64 * 2**10
-"""Last bytes of each of a command's two outputs, and first ones of its result, that are kept."""
+"""Bytes kept of a command: the last of each output, the first of its result."""
 RESULT = "MEGARL_RESULT"
-"""Variable with the file for a command's result as JSON: on stdout, what the policy wrote could be taken for one."""
+"""Variable with the file for a command's JSON result. On stdout, text of the policy could pass for a result."""
 MARK = "MEGARL_AGENT"
-"""Variable by whose value all processes of a trajectory's command are found, whatever session they are in."""
+"""Variable that marks all processes of a trajectory's command, in any session."""
 DRAIN_S = 2.0
-"""Seconds for what a command had written before it ended; a process that cannot be ended may hold its output open."""
+"""Timeout in seconds to drain a command's output after its end; an unkillable process may hold it open."""
 PASSED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "TERM",
     "TMPDIR", "TEMP", "TMP", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "SSL_CERT_FILE",
     "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "NODE_EXTRA_CA_CERTS", "CUDA_VISIBLE_DEVICES",
 )  # fmt: skip
-"""Variables that every command gets beside those of ``rollout.agent_env``; none holds a secret."""
+"""Variables that every command gets in addition to ``rollout.agent_env``; none contains a secret."""
 
 
 class CommandOutput(asyncio.SubprocessProtocol):
-    """The end of a process, and the last bytes of its outputs."""
+    """Waits for the end of a process and keeps the last bytes of its outputs."""
 
     def __init__(self) -> None:
         self._kept = {1: b"", 2: b""}
         self._open = {1, 2}
         self.ended = asyncio.Event()
-        """The process has ended."""
+        """Set when the process has ended."""
         self.drained = asyncio.Event()
-        """Nobody holds its outputs open."""
+        """Set when both outputs are closed."""
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         """Keep the last bytes."""
         self._kept[fd] = (self._kept[fd] + data)[-OUTPUT_BYTES:]
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
-        """Nothing comes any more."""
+        """Mark the output as closed."""
         self._open.discard(fd)
         if not self._open:
             self.drained.set()
 
     def process_exited(self) -> None:
-        """The process has ended; what it has started may go on."""
+        """Mark the process as ended; its descendants may still run."""
         self.ended.set()
 
     def text(self, fd: int) -> str:
-        """Last text of an output: 1 is stdout, 2 stderr."""
+        """Return the last text of an output: 1 is stdout, 2 stderr."""
         return self._kept[fd].decode(errors="replace")
 
 
 async def run_command(
     words: Sequence[str], given: Mapping[str, Any], env: Mapping[str, str], sandbox: CommandSandbox | None = None
 ) -> Any:
-    """Run a command that reads ``given`` as JSON, and return its result; None where it writes none.
+    """Run a command that reads ``given`` as JSON, and return its result, or None.
 
-    The command ends with its first process: what that has left behind is killed, and nobody waits for its output. In a
-    sandbox it finds the endpoint of ``env`` under the same address.
-    Raises RuntimeError for an exit status, OSError for a command that is not there, ValueError for a result that is no
-    JSON.
+    The command ends with its first process; remaining processes are killed. In a sandbox the endpoint of ``env`` has
+    the same address. Raises RuntimeError for a non-zero exit status, OSError for a missing command, ValueError for a
+    result that is not JSON.
     """
     mark = secrets.token_hex(16)
     with (
@@ -82,7 +81,7 @@ async def run_command(
     ):
 
         def memory(name: str, content: bytes = b"") -> int:
-            """Descriptor of a file in memory, to be read from its begin."""
+            """Return the descriptor of an in-memory file, at its start."""
             descriptor = os.memfd_create(name)
             stack.callback(os.close, descriptor)
             os.write(descriptor, content)
@@ -99,7 +98,7 @@ async def run_command(
         transport, output = await asyncio.get_running_loop().subprocess_exec(
             CommandOutput,
             *started,
-            stdin=memory("agent-input", json.dumps(given).encode()),  # no pipe: a command need not read it
+            stdin=memory("agent-input", json.dumps(given).encode()),  # no pipe: a command need not read its input
             env={**env, MARK: mark, RESULT: place},
             start_new_session=True,
             pass_fds=passed,
@@ -120,13 +119,14 @@ async def run_command(
 
 
 def _killer(status: int) -> str | None:
-    """Name of the signal that ended a process, or what a shell or sandbox ran; None for an end of its own."""
+    """Return the name of the signal that killed a process, or a shell's or sandbox's child; None for a normal end."""
     number = -status if status < 0 else status - 128
     return signal.Signals(number).name if number in set(signal.Signals) else None
 
 
 def _result(path: Path) -> Any:
-    """Value in a command's file; None without one. Raises OSError for a link, ValueError for what is no JSON."""
+    """Return the value in a command's result file; None without one. Raises OSError for a link, ValueError for invalid
+    JSON."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -136,7 +136,7 @@ def _result(path: Path) -> Any:
 
 
 async def _end(transport: asyncio.SubprocessTransport, output: CommandOutput, mark: str) -> None:
-    """Kill all that a command has started, and read what is left of its output."""
+    """Kill all processes of a command, and read the rest of its output."""
     await asyncio.to_thread(_kill, transport.get_pid(), f"{MARK}={mark}")
     with suppress(TimeoutError):
         async with asyncio.timeout(DRAIN_S):
@@ -151,14 +151,14 @@ def _kill(group: int, mark: str) -> None:
 
 
 def passed_variables(names: Sequence[str] = ()) -> dict[str, str]:
-    """Variables of this process that programs of others get: ``PASSED``, those of ``names``, and ``NO_PROXY`` with this
+    """Return this process's variables for third-party programs: ``PASSED``, ``names``, and ``NO_PROXY`` with this
     machine."""
     own = {name: os.environ[name] for name in (*PASSED, *names) if name in os.environ}
     return {**own, **with_loopback(own)}
 
 
 def command_environment(base_url: str, names: Sequence[str]) -> dict[str, str]:
-    """Variables of a command: those of ``passed_variables`` with ``rollout.agent_env``, and the endpoint of both
+    """Return a command's variables: ``passed_variables`` of ``rollout.agent_env``, and the endpoint for both
     protocols."""
     return {
         **passed_variables(names),

@@ -1,4 +1,4 @@
-"""Requests of agents and their responses, whichever protocol they come by; checks of a request's fields."""
+"""Protocol-independent requests of agents and their responses; checks of a request's fields."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Asked:
     """A request."""
 
     messages: Sequence[Message]
-    """In the form of chat templates: tool calls with their arguments as objects, images as of ``agents.content``."""
+    """In the form of chat templates: tool calls with their arguments as objects, images as in ``agents.content``."""
     tools: Sequence[Mapping[str, Any]] = ()
     n: int = 1
     max_tokens: int | None = None
@@ -45,7 +45,7 @@ class Reply:
 
 
 class Repeated:
-    """Values made of the items of a list that grows from request to request: each is made once."""
+    """Cache of values converted from a list that grows with each request."""
 
     def __init__(self) -> None:
         self._items: Sequence[Any] = ()
@@ -53,8 +53,8 @@ class Repeated:
         self._made: list[Any] = []
 
     def of(self, items: Sequence[Any], make: Callable[[Any], T]) -> list[T]:
-        """Values of ``items``; those of the begin that the last call had too are not made again by the same ``make``:
-        an agent may speak both protocols."""
+        """Return the converted ``items``; the prefix shared with the last call is reused if ``make`` is the same. (An
+        agent may use both protocols.)"""
         if make is not self._make:
             self._items, self._make = (), make
         pairs = zip(items, self._items, strict=False)
@@ -66,7 +66,7 @@ class Repeated:
 
 
 def same_json(one: Any, other: Any) -> bool:
-    """Return True if two values are the same JSON: ``==`` takes 1 for true and for 1.0, which arguments may have."""
+    """Return True if two values are the same JSON: in Python 1 == True == 1.0."""
     if one is other or type(one) is not type(other) or one != other:
         return one is other
     if isinstance(one, dict):
@@ -75,7 +75,7 @@ def same_json(one: Any, other: Any) -> bool:
 
 
 SentBack = Callable[[Reply], Message]
-"""The message as which a protocol's client sends a response back: written, and read again."""
+"""Returns the message with which a protocol's client sends a response back, as parsed by us."""
 
 
 def text_field(value: Any, name: str) -> str:

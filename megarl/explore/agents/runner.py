@@ -1,4 +1,4 @@
-"""Agents that megarl starts: a function of a user's file, or a command line for each trajectory."""
+"""Agents that megarl starts: a function in a user's file, or a command line for each trajectory."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from megarl.explore.agents.sandbox import CommandSandbox
 log = logging.getLogger(__name__)
 
 Run = Callable[[str, Task, dict[str, Any], dict[str, Any]], Awaitable[Any]]
-"""``await run(base_url, task, request_kwargs, metadata)``: the agent's result, or None where the verifier decides."""
+"""``await run(base_url, task, request_kwargs, metadata)``: the agent's result, or None to ask the verifier."""
 
 
 class AgentFault(Exception):
-    """An agent has raised what is no Exception, such as SystemExit."""
+    """An agent raised a BaseException such as SystemExit."""
 
 
 def load(rollout: RolloutConfig, endpoint: Path | None = None) -> Run:
-    """Agent of ``rollout.agent``: ``run`` of a Python file, or a command. Raises ConfigError.
+    """Load the agent of ``rollout.agent``: ``run`` of a Python file, or a command. Raises ConfigError.
 
     Args:
         endpoint: UNIX socket of the endpoint for commands in a sandbox.
@@ -53,10 +53,10 @@ def load(rollout: RolloutConfig, endpoint: Path | None = None) -> Run:
             f"rollout.agent_sandbox=true, but {agent} runs in the explorer's process; give a command line, such as "
             f"'python {agent}', or leave it out"
         )
-    os.environ.update(with_loopback(os.environ))  # before the file makes its client
+    os.environ.update(with_loopback(os.environ))  # before the file creates its client
     wanted = "async def run(base_url, prompt, request_kwargs, metadata)"
     module = import_file(agent, "rollout.agent", wanted)
-    atexit.register(vars(module).clear)  # its clients close themselves, and need modules that are gone later
+    atexit.register(vars(module).clear)  # its clients close themselves with modules that are gone later
     function = getattr(module, "run", None)
     if not inspect.iscoroutinefunction(function):
         raise ConfigError(f"rollout.agent={agent} has no {wanted}")
@@ -69,21 +69,20 @@ def load(rollout: RolloutConfig, endpoint: Path | None = None) -> Run:
 
 
 def check(rollout: RolloutConfig, run_dir: Path) -> None:
-    """Raise ConfigError unless there is such an agent and, where it is to run in a sandbox, one that hides ``run_dir``
-    can be made."""
+    """Raise ConfigError unless the agent exists and its sandbox, if any, works and hides ``run_dir``."""
     load(rollout)
     if rollout.agent_sandbox:
         CommandSandbox.of(shlex.split(rollout.agent), rollout.agent_paths, None).prove(run_dir)
 
 
 class AgentThread:
-    """An event loop in a thread of its own, so that an agent that blocks stops other agents, but not the explorer."""
+    """An event loop in a separate thread, so that a blocking agent blocks other agents, but not the explorer."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Await a coroutine function there; cancelled with the caller. Raises AgentFault."""
+        """Await a coroutine function in the thread; cancelled with the caller. Raises AgentFault."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=_run_forever, args=[self._loop], name="agents", daemon=True).start()
@@ -92,7 +91,7 @@ class AgentThread:
 
 
 def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the agents' loop; a task of an agent's own that calls sys.exit would end it for all agents."""
+    """Run the agents' loop, and continue it if an agent's task calls sys.exit."""
     while True:
         try:
             loop.run_forever()
@@ -101,7 +100,7 @@ def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def _contained(function: Callable[..., Any], *args: Any) -> Any:
-    """Raises AgentFault for SystemExit, and for a CancelledError of the agent's own."""
+    """Await a function; raise AgentFault for SystemExit, and for a CancelledError raised by the agent."""
     try:
         return await function(*args)
     except Exception:

@@ -1,4 +1,4 @@
-"""Sandbox of commands: bubblewrap with the system's programs, the agent's folder and the endpoint, and nothing else."""
+"""Sandbox of commands: bubblewrap with the system's programs, the agent's folder and the endpoint only."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ INSIDE = Path(__file__).with_name("inside.py")
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
 ENDPOINT, FIRST = "/run/endpoint", "/run/inside.py"
 RESULT_FILE = "/tmp/megarl_result.json"
-"""Place of a command's result, in its own /tmp."""
+"""Path of a command's result, in its private /tmp."""
 TMP_BYTES, SHM_BYTES = 2**30, 2**26
-"""Room in a command's /tmp and in its working folder, each; and in its /dev/shm."""
+"""Sizes in bytes of a command's /tmp and working folder (each), and of its /dev/shm."""
 PROVE_S = 60.0
 PROBE = """
 import os, socket, sys
@@ -47,20 +47,19 @@ FIX = (
 
 @dataclass(frozen=True)
 class CommandSandbox:
-    """View of this machine that commands of an agent have; one for all trajectories."""
+    """Sandbox of an agent's commands; one for all trajectories."""
 
     bwrap: str
     shown: tuple[Path, ...]
-    """Files and folders that are shown where they are, read-only."""
+    """Files and folders mounted read-only at the same path."""
     endpoint: Path | None
-    """UNIX socket of the endpoint; None to check what can be run."""
+    """UNIX socket of the endpoint; None for a check alone."""
 
     @classmethod
     def of(cls, words: Sequence[str], paths: Sequence[str], endpoint: Path | None) -> CommandSandbox:
-        """Sandbox for a command line: with its programs, the folders of its files, and ``paths``.
+        """Make a sandbox for a command line: with its programs, the folders of its files, and ``paths``.
 
-        Raises ConfigError where bubblewrap or a path is missing, or a folder, an interpreter's too, holds the user's
-        home.
+        Raises ConfigError if bubblewrap or a path is missing, or a mounted folder contains the user's home.
         """
         bwrap = shutil.which("bwrap")
         if bwrap is None:
@@ -81,13 +80,13 @@ class CommandSandbox:
         return cls(bwrap, tuple(dict.fromkeys(path for path in shown if not _of_system(path))), endpoint)
 
     def command(self, words: Sequence[str], port: int, filter_fd: int, result_fd: int, most: int) -> list[str]:
-        """Command line that runs ``words`` inside.
+        """Return the command line that runs ``words`` inside.
 
         Args:
-            port: The endpoint's, on loopback inside as outside.
+            port: Port of the endpoint on loopback, the same inside and outside.
             filter_fd: Descriptor from which the filter of system calls is read.
-            result_fd: Descriptor to which ``inside.py`` writes what the command has left in ``RESULT_FILE``.
-            most: Bytes of that at most.
+            result_fd: Descriptor to which ``inside.py`` writes the command's ``RESULT_FILE``.
+            most: Most bytes of the result.
         """
         assert self.endpoint is not None
         binds = ["--ro-bind", str(self.endpoint), ENDPOINT, "--ro-bind", str(INSIDE), FIRST]
@@ -95,8 +94,8 @@ class CommandSandbox:
         return self._bwrap([*first, *words], binds, filter_fd)
 
     def prove(self, run_dir: Path) -> None:
-        """Raise ConfigError unless a program inside sees neither files, network nor processes of this machine, nor the
-        run's directory with its tasks."""
+        """Raise ConfigError if a program inside sees files, network or processes of this machine, or the run's
+        directory."""
         for path in (*map(Path, SYSTEM), *self.shown):
             if run_dir.resolve().is_relative_to(path.resolve()):
                 raise ConfigError(
@@ -122,7 +121,7 @@ class CommandSandbox:
 
     def _bwrap(self, words: Sequence[str], binds: Sequence[str] = (), filter_fd: int | None = None) -> list[str]:
         work = os.getcwd()
-        empty = work != "/" and not _of_system(Path(work))  # at / it would hide all that is shown
+        empty = work != "/" and not _of_system(Path(work))  # mounted at / it would hide everything
         own = [word for path in self.shown for word in ("--ro-bind", str(path), str(path))]
         return bubblewrap.command(
             self.bwrap, words, shown=[*as_they_are(SYSTEM), *LOOKUPS],
@@ -133,13 +132,13 @@ class CommandSandbox:
 
 
 def _folder(path: Path) -> Path:
-    """Return the folder of a file, beside which its modules are; a folder itself."""
+    """Return the folder of a file, which may contain its modules; a folder itself."""
     path = path.absolute()
     return path if path.is_dir() else path.parent
 
 
 def _interpreter(program: Path) -> Iterator[Path]:
-    """Paths that a program needs: of an interpreter its virtual environment and its installation, else the file."""
+    """Yield the paths that a program needs: an interpreter's virtual environment and installation, else the file."""
     environment = program.parent.parent
     if (environment / "pyvenv.cfg").is_file():
         yield environment

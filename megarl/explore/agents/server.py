@@ -20,11 +20,11 @@ log = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_BODY_BYTES = 64 * 2**20
-"""Images of a trajectory in base64, and 20 MiB of text."""
+"""Limit of a request: a trajectory's images in base64, and 20 MiB of text."""
 STOP_S = 0.5
-"""Seconds that requests get to end, twice, when the server stops: their agents have been cancelled by then."""
+"""Grace period in seconds, applied twice, for requests when the server stops; their agents are already cancelled."""
 MODEL = "megarl"
-"""Name of the model, for agents that ask for a list; any other is taken too."""
+"""Name of the model in the list of models; any name is accepted."""
 
 
 class AgentServer:
@@ -32,7 +32,7 @@ class AgentServer:
 
     def __init__(self, socket: Path | None = None) -> None:
         """Args:
-        socket: Path of a UNIX socket where it is served too, for sandboxes without a network.
+        socket: Path of an additional UNIX socket, for sandboxes without a network.
         """
         self._socket = socket
         self._sessions: dict[str, Session] = {}
@@ -49,7 +49,7 @@ class AgentServer:
                 web.get("/{session}/v1/models", self._models),
             ]
         )
-        # So that a session sees when a client has gone.
+        # Cancel handlers of disconnected clients, so that sessions notice.
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=STOP_S)
         await self._runner.setup()
         site = web.TCPSite(self._runner, HOST, 0)
@@ -65,7 +65,7 @@ class AgentServer:
 
     @asynccontextmanager
     async def serving(self, session: Session) -> AsyncIterator[str]:
-        """Base URL of a session, which nobody can guess, without the ``/v1``. Afterwards the session is closed."""
+        """Yield a session's unguessable base URL, without the ``/v1``; close the session afterwards."""
         name = secrets.token_urlsafe(16)
         self._sessions[name] = session
         try:
@@ -107,8 +107,8 @@ class AgentServer:
     async def _replies(
         self, request: web.Request, asked_of: Callable[[Any, Repeated], Asked], sent_back: SentBack
     ) -> tuple[dict[str, Any], list[Reply]]:
-        """Body of a request and its responses. Raises BadRequest for whatever the body has, before anything is sampled:
-        clients repeat a request that got status 500."""
+        """Return a request's body and its responses. Raises BadRequest for any invalid body before sampling, because
+        clients retry after status 500."""
         session = self._session(request)
         try:
             body = json.loads(await _read(request))
@@ -125,7 +125,7 @@ class AgentServer:
 
 
 async def _read(request: web.Request) -> bytes:
-    """Body of a request. Raises BadRequest for one that is too large, ends early or is not encoded as it says."""
+    """Return the body of a request. Raises BadRequest if it is too large, truncated or wrongly encoded."""
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:

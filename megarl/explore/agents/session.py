@@ -22,22 +22,22 @@ from megarl.tasks.templates.turns import exceeds, render_turns, turn_ids
 from megarl.tasks.tools import ToolCall, written_by
 
 NO_ROOM = "context_length_exceeded"
-"""Code of a refusal for want of room, as agents' libraries know it."""
+"""Error code of a refusal for lack of room, as agents' libraries expect."""
 ROOM = "leaves no room within rollout.max_trajectory_tokens"
-"""Words of that refusal's message."""
+"""Part of that refusal's message."""
 IN_LOOP = 2**16
-"""Characters that are tokenised in the event loop; longer texts are in a thread, where they hold nobody up."""
+"""Most characters of a text tokenised in the event loop; longer texts are tokenised in a thread."""
 
 
 class Session:
     """The rollout model in one trajectory, for an agent that sends whole conversations.
 
-    A request that goes on from a response continues its turns: tokens that were sampled stay as they are. Any other
-    one is a prompt of its own, rendered whole, and so another line of turns: a rewritten context, or a sub-agent.
+    A request that continues a response extends its turns, so sampled tokens stay unchanged. Any other request is a new
+    prompt, rendered whole, and starts another line of turns: a rewritten context, or a sub-agent.
 
-    Samples belong to the session, not to the connection. A client that gives a request up would otherwise keep short
-    responses only: its retry, the same request again, gets the sample that was under way. One that nobody has taken is
-    counted in ``abandoned``.
+    Samples belong to the session, not to the connection: a client's retry of the same request gets the sample in
+    flight. Otherwise client timeouts would favour short responses. Samples without a receiver are counted in
+    ``abandoned``.
     """
 
     def __init__(self, model: RolloutModel, tokenizer: ChatTokenizer, task: Task) -> None:
@@ -48,17 +48,17 @@ class Session:
         self._known: dict[bytes, int] = {}
         """Digest of a conversation -> index of its last turn."""
         self._last: tuple[list[Message], list[bytes]] = [], []
-        """Messages of the last request and the digests of their conversation, which the next one mostly repeats."""
+        """Messages and digests of the last request, usually a prefix of the next one."""
         self.repeated = Repeated()
-        """Messages of the last request, as a protocol has read them."""
+        """Cache of the last request's converted messages."""
         self._contexts = asyncio.Lock()
         self._open: set[asyncio.Task[list[Reply]]] = set()
         """Requests without a response yet."""
         self._left: dict[bytes, list[asyncio.Task[list[Reply]]]] = {}
-        """Requests whose client has gone, by the digest of the request."""
+        """Requests with a disconnected client, by the request's digest."""
         self._closed = False
         self.abandoned = 0
-        """Requests that nobody waited for, once the session is closed."""
+        """Number of requests without a waiting client when the session was closed."""
 
     async def complete(self, asked: Asked, sent_back: SentBack) -> list[Reply]:
         """Sample ``n`` responses to a conversation. Raises BadRequest; EngineError as ``generate``."""
@@ -82,7 +82,7 @@ class Session:
             raise
 
     async def close(self) -> None:
-        """End all requests; nothing is recorded afterwards."""
+        """Cancel all requests; later ones are not recorded."""
         self._closed = True
         left = {work for works in self._left.values() for work in works}
         self.abandoned = len(self._open | {work for work in left if not work.done() or work.exception() is None})
@@ -97,7 +97,7 @@ class Session:
         return task
 
     async def _answered(self, asked: Asked, digests: Sequence[bytes], sent_back: SentBack) -> list[Reply]:
-        async with self._contexts:  # one after another, so that a conversation is rendered once
+        async with self._contexts:  # one at a time, so that a conversation is rendered once
             try:
                 context = await self._context(asked, digests)
             except (DataError, ValueError) as error:
@@ -117,7 +117,7 @@ class Session:
         return replies
 
     def _digests(self, asked: Asked) -> list[bytes]:
-        """Digests of the conversation up to each message: a chain, so that each message is read once.
+        """Return the digests of the conversation up to each message, chained so that each message is hashed once.
 
         Raises BadRequest.
         """
@@ -132,13 +132,13 @@ class Session:
                     digests.append(digest)
             for message in asked.messages[len(digests) - 1 :]:
                 digests.append(digest_after(digests[-1], _canonical(message)))
-        except (TypeError, ValueError, RecursionError) as error:  # nothing that JSON, or UTF-8, can hold
+        except (TypeError, ValueError, RecursionError) as error:  # not valid JSON or UTF-8
             raise BadRequest(f"a message or tool cannot be written as JSON: {error}") from error
         self._last = list(asked.messages), digests
         return digests
 
     async def _context(self, asked: Asked, digests: Sequence[bytes]) -> int:
-        """Index of the turn that responses to a conversation follow. Raises BadRequest, DataError."""
+        """Return the index of the turn that responses to a conversation follow. Raises BadRequest, DataError."""
         if (known := self._known.get(digests[-1])) is not None:
             return known
         kwargs = self._kwargs | ({"tools": list(asked.tools)} if asked.tools else {})
@@ -152,12 +152,12 @@ class Session:
         return turn
 
     def _is_response(self, digest: bytes) -> bool:
-        """Return True if a conversation ends with a response of this session. Prompts are known too."""
+        """Return True if a conversation ends with a response, not a prompt, of this session."""
         turn = self._known.get(digest)
         return turn is not None and self._model.turns[turn].author == "model"
 
     async def _continued(self, messages: Sequence[Message], after: int, kwargs: Mapping[str, Any]) -> int | None:
-        """Add messages after a response; None where they cannot follow it."""
+        """Add messages after a response; return None if they cannot follow it."""
         response = self._model.turns[after]
         if response.finish_reason != "stop" or any(message["role"] == "assistant" for message in messages):
             return None
@@ -189,12 +189,12 @@ class Session:
         return len(self._model.turns) - 1
 
     def _check_images(self, images: Sequence[bytes], after: int | None) -> None:
-        """Raise BadRequest, or ValueError where the model shows none, unless images have room after a turn."""
+        """Raise BadRequest unless images have room after a turn, ValueError if the model takes no images."""
         if not self._model.record.takes_images(images, after):
             raise self._no_room(f"more images than {IMAGE_LIMITS}, or follows one that the model has written")
 
     async def _encoded(self, rendered: str, room: int, encode: Callable[[], np.ndarray]) -> np.ndarray:
-        """Tokenise a text; a long one in a thread, and no more of it than shows that there is no room for it.
+        """Tokenise a text, in a thread if it is long, and only until it exceeds ``room``.
 
         Raises BadRequest.
         """
@@ -231,20 +231,20 @@ class Session:
 
 
 def _call(call: ToolCall, name: str) -> Message:
-    """``name``: nine letters and digits, as Mistral's templates ask for."""
+    """Return a tool call; ``name``: nine letters and digits, as Mistral's templates require."""
     arguments = call.text if call.arguments is None else call.arguments
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def digest_after(before: bytes, value: Any) -> bytes:
-    """Return the digest of a conversation that begins with one of the digest ``before`` and ends with ``value``. Raises
-    TypeError, ValueError for what JSON cannot hold."""
+    """Return the digest of a conversation with digest ``before`` extended by ``value``. Raises TypeError or ValueError
+    for values that JSON cannot encode."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
     return hashlib.blake2b(before + text.encode(), digest_size=16).digest()
 
 
 def _canonical(message: Message) -> list[Any]:
-    """A message as the same value however an agent's library writes it."""
+    """Return a canonical form of a message, independent of the agent's library."""
     calls = [
         [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
         for call in message.get("tool_calls") or ()

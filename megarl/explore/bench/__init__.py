@@ -1,1 +1,1 @@
-"""Measurement of one model on the held-out tasks: the process that asks for the answers, and what it counts in them."""
+"""Measurement of one model on held-out tasks: the driver process, and counts of the answers."""

@@ -1,4 +1,4 @@
-"""Counts of the answers to each task of a bench, as they are kept in ``bench.json``."""
+"""Counts of the answers to each task of a bench, as stored in ``bench.json``."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from megarl.tasks import ChatTokenizer
 RESULT = "bench.json"
 """File of a finished bench, in the directory of its model."""
 LAST_TOKENS = 32
-"""Tokens at the end of a prompt that show whether it opens a thought."""
+"""Number of tokens at the end of a prompt that are searched for an open thought."""
 Vote = Callable[[Trajectory], str | None]
-"""Answer that a response gives: "" where it gives none, None where the task's verifier extracts none."""
+"""Returns a response's answer: ``""`` if it gives none, None if the task's verifier extracts no answers."""
 
 
 def written_response(answer: Trajectory, tokenizer: ChatTokenizer) -> str:
-    """Text of an answer's last response with the ``<think>`` that its prompt ended with, as verifiers get it."""
+    """Return the text of an answer's last response for verifiers, with a ``<think>`` from the end of its prompt."""
     before = answer.turns[answer.response.follows].token_ids[-LAST_TOKENS:]
     return as_written(
         tokenizer.decode(answer.response.token_ids), opens_thinking(tokenizer.decode(before, special=True))
@@ -42,17 +42,17 @@ class TaskAnswers:
     right: int = 0
     """Right answers; one without a verdict counts as wrong, as in an evaluation."""
     score: float = 0.0
-    """Sum of the scores of answers that have a verdict."""
+    """Sum of the scores of answers with a verdict."""
     judged: int = 0
-    """Answers that have a verdict."""
+    """Answers with a verdict."""
     tokens: int = 0
     truncated: int = 0
     votes: list[tuple[str, int, int]] | None = field(default_factory=list)
-    """(answer, times that it was given, right ones of them); None where the verifier extracts no answer."""
+    """(answer, number of samples with it, right ones among them); None if the verifier extracts no answers."""
 
     @property
     def mean_score(self) -> float | None:
-        """Mean score of the answers that have a verdict; None without any."""
+        """Mean score of the answers with a verdict; None without any."""
         return self.score / self.judged if self.judged else None
 
     @classmethod
@@ -87,7 +87,7 @@ class ModelAnswers:
     """Answers to each task."""
     temperature: float
     seconds: float
-    """Seconds from the start of the process that asks until all answers were there; of the last start, after a stop."""
+    """Seconds from the driver's (last) start until all answers were stored."""
     tasks: tuple[TaskAnswers, ...]
 
     def to_json(self) -> str:
@@ -96,7 +96,7 @@ class ModelAnswers:
 
 
 def read_result(path: Path) -> ModelAnswers:
-    """Read what ``to_json`` wrote. Raises DataError for a file that is damaged or another version's."""
+    """Read what ``to_json`` wrote. Raises DataError for a damaged file or another version's."""
     try:
         values: Mapping[str, Any] = json.loads(path.read_text())
         tasks = tuple(TaskAnswers(**task) for task in values["tasks"])

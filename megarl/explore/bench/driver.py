@@ -1,8 +1,8 @@
-"""The process of a bench: proves the engines' weights, asks for the answers, counts them.
+"""The driver process of a bench: verifies the engines' weights, requests the answers, counts them.
 
 ``python -m megarl.run.start bench --config RUN/resolved.json`` with the job's key in ``MEGARL_JOB_KEY`` and its attempt
-in ``MEGARL_ATTEMPT``. Ends with 0 when the answers are counted, and on SIGTERM or SIGINT: what is finished is in the
-store, and the next start goes on from there. Imports no torch.
+in ``MEGARL_ATTEMPT``. Exits with 0 when the answers are counted, and on SIGTERM or SIGINT; the next start continues
+from the answers in the store. Imports no torch.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ log = logging.getLogger(__name__)
 
 ROLLOUT = "bench"
 FROM_FILES = WeightsVersion(0, 0)
-"""Version of weights that an engine has read from the model's files: no attempt, which count from 1, published them."""
+"""Version of weights that an engine read from the model's files; attempts count from 1, so none published it."""
 LOOK_S = 1.0
-"""Seconds between two looks at the engines: one that was replaced is to be proven."""
+"""Seconds between two checks for replaced engines, whose weights must be verified."""
 ANSWER_S = 2.0
 PROGRESS_S = 10.0
 """Seconds between two lines about progress."""
 
 
 class ModelFiles:
-    """Proves that a job's engines have the weights of the model's files, and notes it in their rows. An engine refuses
+    """Verifies that a job's engines have the weights of the model's files, and records it in their rows. Engines refuse
     requests until then.
 
     Args:
@@ -74,10 +74,10 @@ class ModelFiles:
             time.sleep(poll_s)
 
     def prove(self) -> None:
-        """Compare each engine that serves with the files, once for each start of it, and let it generate.
+        """Compare each serving engine with the files, once per start, and let it generate.
 
-        An engine that does not answer is busy, or dead: another comes up in its place. Raises EngineError for one that
-        has other weights.
+        Engines that do not reply are skipped: busy, or dead and replaced later. Raises EngineError if an engine has
+        other weights.
         """
         for row in self._present():
             if row.state is EngineStatus.SERVING and row.has is None:
@@ -108,7 +108,7 @@ class ModelFiles:
 
 
 def _is_there(engine: EngineControl, start: int) -> bool:
-    """Return True if this start of the server answers."""
+    """Return True if this start of the server replies."""
     try:
         return engine.state(ANSWER_S).start == start
     except EngineError:
@@ -116,7 +116,7 @@ def _is_there(engine: EngineControl, start: int) -> bool:
 
 
 class BenchDriver:
-    """Asks for answers to every held-out task and counts them."""
+    """Requests answers to every held-out task and counts them."""
 
     def __init__(self, config: Config, store: Store, files: ModelFiles, stopping: Callable[[], bool]) -> None:
         self._config = config
@@ -125,7 +125,8 @@ class BenchDriver:
         self._stopping = stopping
 
     def run(self) -> bool:
-        """Return False when the job is asked to stop before all answers are there. Raises EngineError, JobError."""
+        """Run the bench; return False if the job is asked to stop before all answers are stored. Raises EngineError,
+        JobError."""
         begun, config = time.time(), self._config
         self._files.await_engines(config.rollout.start_timeout_s, config.store.poll_s, self._stopping)
         self._files.prove()
@@ -148,7 +149,7 @@ class BenchDriver:
         return True
 
     def _wait(self) -> bool:
-        """Wait for the answers. Return False when the job is asked to stop."""
+        """Wait for the answers; return False if the job is asked to stop."""
         looked = told = time.monotonic()
         with heartbeat.phase("evaluation"):
             while not self._store.rollouts.is_complete(ROLLOUT):
@@ -165,7 +166,7 @@ class BenchDriver:
         return True
 
     def _counted(self) -> list[TaskAnswers]:
-        """Answers to each task, in the tasks' order; never all of them in memory at once."""
+        """Count the answers to each task, in task order, with only part of them in memory."""
         tokenizer = ChatTokenizer.of(self._config)
         tasks = {task.task_id: task for task in self._store.tasks.read("eval", images=False)}
         reads = {
@@ -186,7 +187,7 @@ class BenchDriver:
 
 
 def measure(config: Config, key: str, stopping: Callable[[], bool]) -> bool:
-    """Measure the model of a job; return False when it was asked to stop. Raises EngineError, JobError, InputError."""
+    """Measure a job's model; return False if asked to stop. Raises EngineError, JobError, InputError."""
     store = Store(
         config.store.url,
         attempt=int(os.environ["MEGARL_ATTEMPT"]),
@@ -202,7 +203,7 @@ def measure(config: Config, key: str, stopping: Callable[[], bool]) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process; returns its exit status."""
+    """Run the process; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megarl.run.start bench", description=(__doc__ or "").splitlines()[0]
     )
@@ -219,7 +220,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         measure(config, os.environ["MEGARL_JOB_KEY"], stop.is_set)
     except (EngineError, JobError, InputError) as error:
-        if stop.is_set() and isinstance(error, EngineError):  # an engine that was not there yet, or ended before us
+        if stop.is_set() and isinstance(error, EngineError):  # an engine that was not up yet, or ended before us
             return 0
         log.error("bench: %s", error)
         return 1

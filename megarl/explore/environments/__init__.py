@@ -1,4 +1,4 @@
-"""Environments that a model acts in, turn by turn. Each is imported where a job uses it."""
+"""Environments in which a model acts, turn by turn. Each is imported only if a job uses it."""
 
 from importlib import import_module
 from pathlib import Path
@@ -17,9 +17,9 @@ ENVIRONMENTS = {
     "reasoning_gym": "ReasoningGym",
     "verifiers": "Verifiers",
 }
-"""Name of ``rollout.environment``, a module here -> its class."""
+"""Value of ``rollout.environment``, a module here -> its class."""
 CALL_S = 30.0
-"""Seconds of a call beyond its longest parts: starts, and processes that are killed."""
+"""Seconds added to the limits of a call's parts, for starting and killing processes."""
 
 __all__ = [
     "ENVIRONMENTS",
@@ -36,9 +36,8 @@ __all__ = [
 
 
 def check(rollout: RolloutConfig, run_dir: Path) -> None:
-    """Raise ConfigError unless there is such an environment, its options are sound, and there is room for its first
-    observations. An environment may have a ``check(options)`` of its own, which raises ConfigError, and a
-    ``check_run_dir(run_dir)``."""
+    """Raise ConfigError unless the environment exists, its options are valid, and its first observations have room.
+    Calls the environment's ``check(options)`` and ``check_run_dir(run_dir)``, if defined."""
     make = get(rollout.environment)
     if (own := getattr(make, "check", None)) is not None:
         own(rollout.options)
@@ -59,14 +58,14 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
 
 
 def asks_verifier(make: MakeEnvironment) -> bool:
-    """Return True where an environment's ``step`` gets the score of each response."""
+    """Return True if an environment's ``step`` takes the score of each response."""
     return bool(getattr(make, "asks_verifier", False))
 
 
 def get(name: str) -> MakeEnvironment:
-    """Environment of ``rollout.environment``: one of ``ENVIRONMENTS``, or ``make`` of a user's file.
+    """Return the environment ``name``: one of ``ENVIRONMENTS``, or ``make`` of a user's file.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if it does not exist.
     """
     if name in ENVIRONMENTS:
         own: MakeEnvironment = getattr(import_module(f"{__name__}.{name}"), ENVIRONMENTS[name])

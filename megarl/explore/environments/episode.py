@@ -1,4 +1,4 @@
-"""One episode, whose calls run in daemon threads: so many of all episodes at once, each within a limit of time."""
+"""One episode. Its calls run in daemon threads, with a limit on concurrent calls of all episodes and on their time."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ T = TypeVar("T")
 class EpisodeThreads:
     """Threads of all episodes of an explorer.
 
-    A thread runs one call. Python cannot end one that hangs, so a call past its limit keeps its thread, but its place
-    goes to another call; no end of the process waits for it.
+    A thread runs one call. Python cannot kill a hanging thread, so a timed-out call keeps its thread but frees its
+    slot; the process's exit does not wait for it.
 
     Args:
-        size: Most calls at once; others wait for their turn, which is not part of ``timeout_s``.
-        timeout_s: Longest call.
+        size: Most concurrent calls; waiting for a slot does not count towards ``timeout_s``.
+        timeout_s: Timeout of a call in seconds.
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:
@@ -39,7 +39,7 @@ class EpisodeThreads:
         self._timeout_s = timeout_s
 
     async def result(self, call: Future[T], what: str) -> T:
-        """Wait for a call that has begun. Raises EnvironmentFault."""
+        """Wait for a running call. Raises EnvironmentFault."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.wrap_future(call)
@@ -56,11 +56,11 @@ class Episode:
         self._threads = threads
         self._made: Future[Environment] | None = None
         self._last: Future[Any] = Future()
-        """The call that was made last; it may run on when nobody waits for it."""
+        """The last call; it may still run after its timeout."""
 
     async def begin(self, make: MakeEnvironment, task: Task, given: Mapping[str, Any]) -> Observation | None:
-        """Make the environment, with those of ``given`` that ``make`` has parameters for; return its first observation,
-        where it has one beside the task's prompt."""
+        """Make the environment, with the ``given`` values that ``make`` has parameters for; return its first
+        observation after the task's prompt, or None."""
         settings = {name: given[name] for name in parameters(make)}
         async with self._threads.free:
             self._made = self._last = in_thread(lambda: make(task, **settings))
@@ -73,7 +73,7 @@ class Episode:
             return first if isinstance(first, Observation) else Observation(first)
 
     async def step(self, response: str, *score: float) -> Observation:
-        """Give a response to the environment, with its score where it asks for one."""
+        """Pass a response to the environment, with its score if it takes one."""
         assert self._made is not None, "an episode begins before its first step"
         environment = self._made.result()
         async with self._threads.free:
@@ -82,7 +82,7 @@ class Episode:
             return await self._threads.result(self._last, "step")  # type: ignore[no-any-return]
 
     async def end(self) -> float:
-        """Reward of an episode that a limit has ended, where the environment gives one."""
+        """Return the environment's reward for an episode ended by a limit, else 0."""
         assert self._made is not None, "an episode begins before its end"
         if (end := getattr(self._made.result(), "end", None)) is None:
             return 0.0
@@ -91,8 +91,8 @@ class Episode:
             return await self._threads.result(self._last, "end")  # type: ignore[no-any-return]
 
     async def close(self) -> None:
-        """Close the environment, if one was made, as soon as no call of it runs; waits only where none does. A call
-        that runs is ended by ``kill()``, where the environment has it."""
+        """Close the environment, if made, once its last call has ended; waits only if no call runs. A running call is
+        ended by ``kill()``, if the environment has it."""
         if self._made is None:
             return
         made = self._made
@@ -106,16 +106,16 @@ class Episode:
 
 
 def parameters(make: MakeEnvironment) -> list[str]:
-    """Those of ``PARAMETERS`` that ``make`` has."""
+    """Return the ``PARAMETERS`` that ``make`` takes."""
     try:
         found = inspect.signature(make).parameters
-    except (TypeError, ValueError):  # of some callables written in C
+    except (TypeError, ValueError):  # some callables written in C
         return []
     return [name for name in PARAMETERS if name in found]
 
 
 def in_thread(function: Callable[[], T]) -> Future[T]:
-    """Call foreign code in a daemon thread; each exception of it becomes an EnvironmentFault."""
+    """Call foreign code in a daemon thread; its exceptions become EnvironmentFault."""
     call: Future[T] = Future()
 
     def run() -> None:
@@ -128,7 +128,7 @@ def in_thread(function: Callable[[], T]) -> Future[T]:
         else:
             call.set_result(result)
 
-    call.set_running_or_notify_cancel()  # from here on it cannot be cancelled: a wait for it can
+    call.set_running_or_notify_cancel()  # the call cannot be cancelled from here on, but a wait for it can
     threading.Thread(target=run, name="environment", daemon=True).start()
     return call
 

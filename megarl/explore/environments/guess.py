@@ -1,4 +1,4 @@
-"""A number to be guessed; the environment answers that it is greater or less."""
+"""A guessing game for a number; the environment replies greater or less."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.explore.environments.types import Observation
 
 
 class Guess:
-    """One episode: the ground truth is the number. A guess that is right is worth 1; ``extra_info['tries']`` ends it.
+    """One episode. A right guess has reward 1; ``extra_info['tries']`` limits the guesses.
 
     Args:
         task: ``ground_truth``: the number; ``extra_info['tries']``: most guesses, by default 4.
@@ -20,7 +20,7 @@ class Guess:
         self._left = int(task.extra_info.get("tries", 4))
 
     def step(self, response: str) -> Observation:
-        """Compare the last number of a response; one that is too long is none."""
+        """Compare the last number of a response; too long numbers are ignored."""
         guess = last_number(without_thought(response))
         self._left -= 1
         if guess == self._number:
@@ -30,4 +30,4 @@ class Guess:
         return Observation("higher" if guess < self._number else "lower")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the episode holds no resources."""

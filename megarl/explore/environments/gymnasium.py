@@ -20,17 +20,17 @@ from megarl.explore.environments.types import Observation
 from megarl.tasks.images.rows import png_of
 
 OPTIONS = {"id": str, "kwargs": dict, "actions": dict}
-"""``id``: as ``gymnasium.make`` takes it, ``module:Name-v0`` too; ``kwargs``: of the environment; ``actions``: word ->
-action, for discrete actions; words are compared without case."""
+"""``id``: as ``gymnasium.make`` takes it, also ``module:Name-v0``; ``kwargs``: of the environment; ``actions``: word,
+case-insensitive -> discrete action."""
 WORD = re.compile(r"\w+")
 
 
 class Gymnasium:
     """One episode.
 
-    Actions are texts, as they are responded, or discrete: the last word of a response that is in ``actions``, else its
-    last number. A response without one ends the episode. Observations are texts; others are written as JSON, or are
-    what ``render()`` returns where ``kwargs`` has ``render_mode``: a text with ``ansi``, a picture with ``rgb_array``.
+    An action is the response's text; or, if discrete, its last word in ``actions``, else its last number. A response
+    without an action ends the episode. Observations are texts or JSON; with ``render_mode`` in ``kwargs``, the result
+    of ``render()``: a text with ``ansi``, a picture with ``rgb_array``.
 
     Args:
         task: ``ground_truth`` and ``extra_info`` are ``options`` of the environment's ``reset``.
@@ -49,7 +49,7 @@ class Gymnasium:
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
-        """Raise ConfigError unless the package and the environment are there, and its actions can be responded."""
+        """Raise ConfigError unless the package and the environment exist, and responses can express its actions."""
         checked("gymnasium", options, OPTIONS, {"id": "FrozenLake-v1"})
         if importlib.util.find_spec("gymnasium") is None:
             raise ConfigError("rollout.environment=gymnasium: the package is not there; pip install gymnasium")
@@ -86,12 +86,12 @@ class Gymnasium:
         return options.get("kwargs", {}).get("render_mode") == "rgb_array"  # type: ignore[no-any-return]
 
     def reset(self) -> Observation:
-        """Begin; an empty text adds nothing to the task's prompt."""
+        """Reset the environment; an empty observation adds nothing to the task's prompt."""
         seen, _ = self._env.reset(seed=self._seed, options=self._row)
         return self._observation(seen)
 
     def step(self, response: str) -> Observation:
-        """Act as the response reads."""
+        """Take the response's action."""
         action = self._action(without_thought(response))
         if action is None:
             return Observation("", done=True, success=False)

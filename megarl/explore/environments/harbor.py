@@ -1,4 +1,5 @@
-"""Task folders of Harbor (Apache-2.0): ``rollout.environment=harbor``. Commands run in bubblewrap, in no container."""
+"""Task folders of Harbor (Apache-2.0): ``rollout.environment=harbor``. Commands run in bubblewrap, without a
+container."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ log = logging.getLogger(__name__)
 
 Number = int | float
 OPTIONS = {"turns": int, "command_s": Number, "tests_s": Number, "output_bytes": int, "reward": str, "rules": str}
-"""``turns``: most responses; ``command_s``, ``tests_s``: longest command, and tests, where task.toml allows more;
-``output_bytes``: of an observation; ``reward``: the name in reward.json; ``rules``: what follows an instruction."""
+"""``turns``: most responses; ``command_s``, ``tests_s``: upper bounds on task.toml's limits; ``output_bytes``: of an
+observation; ``reward``: the key in reward.json; ``rules``: text after the instruction."""
 TURNS, COMMAND_S, TESTS_S, OUTPUT_BYTES, REWARD = 20, 60.0, 200.0, 4096, "reward"
 RULES = (
     "You work in a Linux shell without a network, in {workdir}. Write one command, or several lines, in a block that "
@@ -33,7 +34,7 @@ RULES = (
 )
 UNREAD = "Write a command in a block that begins with ```bash and ends with ```, or DONE on a line of its own."
 BLOCK = re.compile(r"^```(?:bash|sh|shell)[ \t]*\n(.*?)(?:(^```)[ \t]*$|\Z)", re.MULTILINE | re.DOTALL)
-"""A block, and its end: one that is not closed reaches to the end of the text, and is no command."""
+"""A block and its end. An unclosed block extends to the end of the text and is not run."""
 DONE = re.compile(r"^[ \t]*DONE[ \t.]*$", re.MULTILINE)
 ENDED = {"time": "(the command was ended after {:g} s)", "memory": "(out of memory: all processes were killed)"}
 
@@ -41,13 +42,13 @@ ENDED = {"time": "(the command was ended after {:g} s)", "memory": "(out of memo
 class Harbor:
     """One episode of a task.
 
-    A response has a block of commands, whose output is the observation, or says that it is done. The tests then run in
-    the same sandbox, after all that the commands have left running is killed and what they have written as a reward is
-    removed. They run too after the last of ``turns``, when the commands have had the task's time, and where a limit of
-    the trajectory has ended it. Tests that write no reward are worth 0.
+    A response has a block of commands, and the observation is their output; or it declares the task done. The tests
+    then run in the same sandbox, after all processes are killed and reward files removed. They also run after the last
+    of ``turns``, after the task's time limit, and after a limit of the trajectory. Without a reward file the reward is
+    0.
 
     Args:
-        task: A row of ``read_folders``: ``extra_info['folder']`` is the task's.
+        task: A row of ``read_folders``: ``extra_info['folder']`` is the task's folder.
         options: See ``OPTIONS``.
     """
 
@@ -63,7 +64,7 @@ class Harbor:
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
-        """Raise ConfigError unless the options are sound and a sandbox can be made."""
+        """Raise ConfigError unless the options are valid and a sandbox can be made."""
         checked("harbor", options, OPTIONS)
         for name in ("turns", "command_s", "tests_s", "output_bytes"):
             if name in options and not 0 < options[name] < math.inf:
@@ -74,7 +75,7 @@ class Harbor:
 
     @staticmethod
     def check_run_dir(run_dir: Path) -> None:
-        """Raise ConfigError where every sandbox shows the run's directory."""
+        """Raise ConfigError if sandboxes would show the run's directory."""
         if (place := harbor_sandbox.shown(run_dir)) is not None:
             raise ConfigError(
                 f"run.dir={run_dir}: every sandbox of rollout.environment=harbor shows {place}, and with it the run's "
@@ -83,7 +84,7 @@ class Harbor:
 
     @staticmethod
     def check_row(task: Task) -> None:
-        """Raise DataError for a row that is no task folder, or whose folder every sandbox shows."""
+        """Raise DataError for a row without a task folder, or with a folder that sandboxes show."""
         folder = task.extra_info.get("folder")
         if not isinstance(folder, str):
             raise DataError(
@@ -97,15 +98,15 @@ class Harbor:
 
     @staticmethod
     def longest_call_s(options: Mapping[str, Any]) -> float:
-        """Seconds of a call that runs a command and then the tests."""
+        """Return the longest seconds of a call that runs a command and then the tests."""
         return float(options.get("command_s", COMMAND_S) + options.get("tests_s", TESTS_S))
 
     def reset(self) -> str:
-        """Rules of the form of a response."""
+        """Return the rules for responses."""
         return str(self._options.get("rules", RULES)).replace("{workdir}", self._task.workdir)
 
     def step(self, response: str) -> Observation:
-        """Run the commands of a response, and the tests where it is the last one."""
+        """Run the commands of a response, and after the last response the tests."""
         self._left -= 1
         answer = without_thought(response)
         blocks = [block for block, end in BLOCK.findall(answer) if end]
@@ -116,7 +117,7 @@ class Harbor:
         return Observation(seen)
 
     def end(self) -> float:
-        """Reward of the tests."""
+        """Run the tests and return their reward."""
         limit = min(self._task.verifier_s, self._options.get("tests_s", TESTS_S))
         found = self.sandbox.tests(limit, OUTPUT_BYTES)
         try:
@@ -129,11 +130,11 @@ class Harbor:
             return 0.0
 
     def kill(self) -> None:
-        """End a call past its limit."""
+        """Kill a timed-out call."""
         self.sandbox.kill()
 
     def close(self) -> None:
-        """End the sandbox, with all that is in it."""
+        """End the sandbox and its processes."""
         self.sandbox.close()
 
     def _run(self, command: str) -> str:
@@ -145,11 +146,10 @@ class Harbor:
 
 
 def reward_of(file: str | None, text: str, name: str) -> float:
-    """Reward that a file has, as Harbor reads it. Raises ValueError where it is none, OverflowError where no float is
-    as large.
+    """Parse the reward in a file as Harbor does. Raises ValueError if it has none, OverflowError if it exceeds a float.
 
     Args:
-        name: Of the reward, in a reward.json with several.
+        name: Key of the reward in a reward.json with several.
     """
     if file is None:
         raise ValueError("there is neither /logs/verifier/reward.json nor reward.txt")

@@ -1,7 +1,8 @@
 """First program in the sandbox of a Harbor task: it unpacks files, runs commands, and reads the tests' reward.
 
-Run as a text by an interpreter that may be another one (Python 3.9 or later), as process 1 of the sandbox, which no
-command can kill or read. A request is a line of JSON and ``size`` bytes of a tar file; a reply is a line of JSON.
+Passed as text to an interpreter that may differ from ours (Python 3.9 or later). Runs as process 1 of the sandbox,
+which commands can neither kill nor read. A request is a line of JSON and ``size`` bytes of a tar file; a reply is a
+line of JSON.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ PR_SET_DUMPABLE = 4
 WATCH_S = 0.2
 REWARD_BYTES = 2**16
 CLOSED_S = 0.01
-"""Seconds between two looks at a program that has closed its output."""
+"""Seconds between two polls of a program that has closed its output."""
 PIECES = 64
-"""Most reads before the limits are looked at again."""
+"""Most reads before the limits are checked again."""
 PROCESSES = 256
 EMPTY_S = 10.0
-"""Longest time to remove what an episode has put in place of the tests."""
+"""Timeout in seconds to remove files that an episode put in place of the tests."""
 TESTS, LOGS, VERIFIER = "/tests", "/logs", "/logs/verifier"
 INODE_BYTES = 1024
-"""Kernel memory of a file in a tmpfs beside its content, as the kernel counts it; attributes of a file count too."""
+"""Kernel memory in bytes of a tmpfs file besides its content, including its attributes."""
 REWARDS = ("reward.json", "reward.txt")
-"""The first that is there counts, as in Harbor."""
+"""Reward files; the first existing one counts, as in Harbor."""
 
 
 def main() -> None:
-    """Serve requests until the other side has gone; the sandbox ends with this process."""
+    """Serve requests until the connection closes; the sandbox ends with this process."""
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)  # else a command could open the link in /proc
     descriptor = int(sys.argv[1])
     link = socket.socket(fileno=descriptor).makefile("rwb")
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def watch(link: int, memory: int) -> None:
-    """Wait for the next request; end all that a command has left running when it takes more memory."""
+    """Wait for the next request; kill a command's leftover processes if they exceed ``memory``."""
     waiting = select.poll()  # a descriptor may be too large for select.select
     waiting.register(link, select.POLLIN)
     while not waiting.poll(WATCH_S * 1000 if reap(os.WNOHANG) else None):
@@ -70,7 +71,7 @@ def watch(link: int, memory: int) -> None:
 
 
 def start(asked: dict[str, Any], data: bytes) -> dict[str, Any]:
-    """Unpack files, if there are any, and run a command."""
+    """Unpack files, if any, and run a command."""
     if data:
         unpack(data, "/")
     os.makedirs(asked["cwd"], exist_ok=True)
@@ -78,7 +79,7 @@ def start(asked: dict[str, Any], data: bytes) -> dict[str, Any]:
 
 
 def tests(asked: dict[str, Any], data: bytes) -> dict[str, Any]:
-    """Kill all that the episode has left running, run the tests, and read the reward that they write."""
+    """Kill the episode's processes, run the tests, and read their reward."""
     kill_all()
     os.chmod(LOGS, 0o755)
     for folder in (VERIFIER, TESTS):
@@ -94,7 +95,7 @@ def tests(asked: dict[str, Any], data: bytes) -> dict[str, Any]:
 
 
 def unpack(data: bytes, folder: str) -> None:
-    """Unpack a tar file of the task's own; ends the sandbox where that fails, which no episode can bring about."""
+    """Unpack a tar file of the task. A failure, which an episode cannot cause, ends the sandbox."""
     trusted = {"filter": "fully_trusted"} if hasattr(tarfile, "fully_trusted_filter") else {}
     try:
         with tarfile.open(fileobj=io.BytesIO(data)) as files:
@@ -104,9 +105,9 @@ def unpack(data: bytes, folder: str) -> None:
 
 
 def empty(folder: str) -> None:
-    """Make a folder that has nothing in it, in place of whatever is there; a place of mounts stays.
+    """Replace whatever is at ``folder`` by an empty folder; mount points stay.
 
-    Folders in folders are moved up before they are removed: their paths, and a recursion, could be too long.
+    Nested folders are moved up before removal, because their paths and a recursion could get too long.
     """
     if os.path.lexists(folder) and not is_folder(folder):
         os.unlink(folder)
@@ -121,7 +122,7 @@ def empty(folder: str) -> None:
             if not is_folder(inner):
                 os.unlink(inner)
                 continue
-            os.chmod(inner, 0o700)  # a folder that is moved must be writable
+            os.chmod(inner, 0o700)  # moving a folder needs write permission
             folders.append(os.path.join(folder, f"{own}-{len(folders)}"))
             os.rename(inner, folders[-1])
         if path != folder:
@@ -129,12 +130,12 @@ def empty(folder: str) -> None:
 
 
 def is_folder(path: str) -> bool:
-    """Return True for a folder, but not for a link to one."""
+    """Return True for a folder, False for a link to one."""
     return stat.S_ISDIR(os.lstat(path).st_mode)
 
 
 def reward(path: str) -> str | None:
-    """Text of a reward file; None where it is none, or too large."""
+    """Return the text of a reward file; None if missing or too large."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -148,7 +149,8 @@ def reward(path: str) -> str | None:
 
 
 def run(words: list[str], asked: dict[str, Any]) -> dict[str, Any]:
-    """Run a program until its end or a limit; its first and last bytes of output, and the limit that it met."""
+    """Run a program until its end or a limit; return the first and last bytes of its output, and the limit it
+    reached."""
     began, limit, output = time.monotonic(), "", Output(asked["most"] // 2)
     reader, writer = os.pipe()
     try:
@@ -163,7 +165,7 @@ def run(words: list[str], asked: dict[str, Any]) -> dict[str, Any]:
         os.close(writer)
     os.set_blocking(reader, False)
     while True:
-        ended = process.poll() is not None  # before the output is read: all that it has written is then there
+        ended = process.poll() is not None  # checked before the read, so that the read gets all its output
         left = asked["seconds"] - (time.monotonic() - began)
         if not ended:
             limit = "time" if left <= 0 else "memory" if tree_bytes() + inode_bytes() > asked["memory"] else ""
@@ -182,13 +184,13 @@ def run(words: list[str], asked: dict[str, Any]) -> dict[str, Any]:
 
 
 class Output:
-    """First and last bytes that are written to a pipe, so many of each."""
+    """First and last ``most`` bytes written to a pipe."""
 
     def __init__(self, most: int) -> None:
         self.most, self.total, self.head, self.tail = most, 0, b"", b""
 
     def read(self, pipe: int, wait_s: float) -> bool:
-        """Read what is there, or comes within some time; False where all have closed the pipe."""
+        """Read what arrives within ``wait_s`` seconds; return False once all writers have closed the pipe."""
         select.select([pipe], [], [], wait_s)
         for _ in range(PIECES):
             try:
@@ -204,14 +206,14 @@ class Output:
         return True
 
     def text(self) -> str:
-        """Return the text that was kept."""
+        """Return the kept text."""
         lost = self.total - len(self.head) - len(self.tail)
         mark = f"\n({lost} more bytes)\n".encode() if lost else b""
         return (self.head + mark + self.tail).decode("utf-8", "replace")
 
 
 def limit_myself() -> None:
-    """Limits of a command's own process, and of those that it starts."""
+    """Set resource limits of a command and its descendants."""
     for which, most in ((resource.RLIMIT_NPROC, PROCESSES), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_MEMLOCK, 0)):
         hard = resource.getrlimit(which)[1]
         bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
@@ -219,20 +221,20 @@ def limit_myself() -> None:
 
 
 def tree_bytes() -> int:
-    """Resident memory of all other processes here. Pages that they share count for each."""
+    """Return the resident bytes of all other processes in the sandbox; shared pages count for each."""
     total = 0
     for entry in os.listdir("/proc"):
         if entry.isdigit() and entry != "1":
             try:
                 with open(f"/proc/{entry}/statm", "rb") as file:
                     total += int(file.read().split()[1])
-            except (OSError, IndexError):  # it has just ended
+            except (OSError, IndexError):  # the process has just ended
                 continue
     return total * resource.getpagesize()
 
 
 def inode_bytes() -> int:
-    """Kernel memory of the files here beside their contents: an episode can make millions of empty ones."""
+    """Return the kernel memory of files besides their contents: an episode can create millions of empty files."""
     with open("/proc/self/mounts", "rb") as file:
         mounts = [line.split(b" ") for line in file]
     places = [mount[1] for mount in mounts if mount[2] == b"tmpfs"]
@@ -241,7 +243,7 @@ def inode_bytes() -> int:
 
 
 def kill_all() -> None:
-    """End every other process of the sandbox, and wait until it is gone."""
+    """Kill every other process of the sandbox and wait for their end."""
     try:
         os.kill(-1, signal.SIGKILL)
     except ProcessLookupError:
@@ -250,7 +252,7 @@ def kill_all() -> None:
 
 
 def reap(flags: int) -> bool:
-    """Wait for processes that have ended; return False where no other is left."""
+    """Reap ended processes; return False if no other process is left."""
     try:
         while os.waitpid(-1, flags)[0]:
             pass

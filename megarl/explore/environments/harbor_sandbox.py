@@ -1,4 +1,4 @@
-"""Sandbox of one Harbor task: bubblewrap with the system's programs, read-only, and the task's own files."""
+"""Sandbox of one Harbor task: bubblewrap with the system's programs, read-only, and the task's files."""
 
 from __future__ import annotations
 
@@ -23,22 +23,23 @@ from megarl.tasks.harbor import TESTS_MB, HarborTask
 
 PROGRAM = Path(__file__).with_name("harbor_inside.py").read_text()
 STARTER = ThreadPoolExecutor(1, thread_name_prefix="harbor")
-"""Starts all of them: a sandbox ends with the thread that started it, and calls of an episode come from several."""
+"""Thread that starts all sandboxes: a sandbox ends with its starting thread, and an episode's calls use several
+threads."""
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib32")
 HOME = "/root"
 ENVIRONMENT = {"PATH": "/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin", "HOME": HOME, "LANG": "C.UTF-8"}
 TESTS_ENVIRONMENT = {**ENVIRONMENT, "PYTHONNOUSERSITE": "1"}
-"""Without modules of an episode's own in ``HOME``, which Python would run first."""
+"""Hides modules that an episode put in ``HOME``, which Python would run first."""
 LOG_MB = 256
 REPLY_S = 20.0
-"""Beyond a request's own seconds: the sandbox's start, its files, and processes that are killed."""
+"""Seconds added to a request's limit, for the sandbox's start, its files and killing processes."""
 PROVE_S = 20.0
 PROBE = "test ! -e {} && test $(grep -c : /proc/net/dev) -le 1 && test $(ls -d /proc/[0-9]* | wc -l) -le 8"
-"""Fails where a program sees a file or the network of this machine, or its processes."""
+"""Fails if a program sees a file, the network or processes of this machine."""
 
 
 class HarborSandbox:
-    """Files and processes of one episode. Raises SandboxError where the sandbox itself fails."""
+    """Files and processes of one episode. Raises SandboxError if the sandbox fails."""
 
     def __init__(self, task: HarborTask) -> None:
         self._task = task
@@ -50,13 +51,13 @@ class HarborSandbox:
         self._files = files_of(task.copies)
 
     def run(self, command: str, seconds: float, most: int) -> dict[str, Any]:
-        """Run a shell command in the task's folder: ``output``, of at most so many bytes; ``limit``, ``time`` or
-        ``memory`` where it was ended; ``seconds``."""
+        """Run a shell command in the task's folder: returns ``output``, at most ``most`` bytes; ``limit``, ``time`` or
+        ``memory`` if killed; ``seconds``."""
         files, self._files = self._files, b""
         return self._ask("run", seconds, files, most=most, command=command, env={**ENVIRONMENT, **self._task.env})
 
     def tests(self, seconds: float, most: int) -> dict[str, Any]:
-        """Kill all that runs, and run the task's tests; as ``run``, with the ``reward`` and its ``file``."""
+        """Kill all processes and run the task's tests; returns as ``run``, with ``reward`` and its ``file``."""
         if self._files:
             self.run("true", seconds, most)
         env = {**TESTS_ENVIRONMENT, **self._task.env, **self._task.verifier_env}
@@ -64,11 +65,11 @@ class HarborSandbox:
         return self._ask("tests", seconds, files, most=most, env=env)
 
     def kill(self) -> None:
-        """End all of it; a call that waits for it raises."""
+        """Kill the sandbox; a waiting call raises."""
         self.process.kill()
 
     def close(self) -> None:
-        """End all of it, and wait until it is gone."""
+        """Kill the sandbox and wait for its end."""
         self.kill()
         self.process.wait()
         assert self.process.stderr is not None
@@ -108,18 +109,18 @@ class HarborSandbox:
 
 
 def shown(path: Path) -> str | None:
-    """Folder of this machine that every sandbox shows, with this path in it; None where none does."""
+    """Return the folder of this machine that contains ``path`` and is visible in every sandbox; None without one."""
     sources = [source for option, source in pairwise(_shown()) if option in ("--ro-bind", "--ro-bind-try")]
     return next((source for source in sources if path.resolve().is_relative_to(Path(source).resolve())), None)
 
 
 def _shown() -> list[str]:
-    """Arguments of bwrap that show the system's programs and our interpreter."""
+    """Return bwrap's arguments that mount the system's programs and our interpreter."""
     return [*as_they_are(SYSTEM), *LOOKUPS, *find().binds]
 
 
 def files_of(copies: Iterable[tuple[Path, str]]) -> bytes:
-    """Tar file of files and folders at their places; links stay links."""
+    """Return a tar file of files and folders at their places; links stay links."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as files:
         for source, place in copies:
@@ -128,7 +129,7 @@ def files_of(copies: Iterable[tuple[Path, str]]) -> bytes:
 
 
 def _anyones(file: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Give a file to whoever unpacks it, who must be able to write it."""
+    """Make a file owned and writable by the user inside."""
     file.uid = file.gid = INSIDE_UID
     file.uname = file.gname = ""
     file.mode |= 0o700 if file.isdir() else 0o600
@@ -136,8 +137,7 @@ def _anyones(file: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def prove() -> None:
-    """Raise ConfigError unless a sandbox starts, whose programs see neither files, network nor processes of this
-    machine."""
+    """Raise ConfigError unless a sandbox starts and hides files, network and processes of this machine."""
     with tempfile.NamedTemporaryFile() as secret:
         task = HarborTask(Path("/"), "", "/app", (), PROVE_S, PROVE_S, 1024, 64, {}, {})
         try:

@@ -1,6 +1,6 @@
-"""Environments that an OpenEnv server has (BSD): ``rollout.environment=openenv``, over its WebSocket protocol.
+"""Environments of an OpenEnv server (BSD): ``rollout.environment=openenv``, over its WebSocket protocol.
 
-Written for openenv-core 0.3.0, which need not be installed here. A connection is an episode.
+Written for openenv-core 0.3.0, which need not be installed here. Each connection is one episode.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from megarl.explore.environments.types import Observation
 
 T = TypeVar("T")
 OPTIONS = {"url": str, "action": str, "observation": str}
-"""``url``: of the server, http or ws; ``action``: field of an action that has the response; ``observation``: field of
-an observation that has its text."""
+"""``url``: of the server, http or ws; ``action``: field of an action for the response; ``observation``: field of an
+observation with its text."""
 MESSAGE_BYTES = 100 * 2**20
 """Longest message, as in OpenEnv's own client."""
 CHECK_S = 30.0
 
 
 class Connections:
-    """Event loop of all connections, in a thread of its own, so that each is read while a model is asked."""
+    """Event loop of all connections, in a separate thread, so that they are read while a model samples."""
 
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lock = threading.Lock()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run in the loop, and wait."""
+        """Run a coroutine in the loop and wait for its result."""
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
@@ -50,8 +50,8 @@ CONNECTIONS = Connections()
 
 
 class Connection:
-    """Connection to a server, which is always being read: aiohttp answers pings only while it receives, and servers
-    close a connection that does not answer for some seconds."""
+    """Connection to a server, read continuously: aiohttp replies to pings only while it receives, and servers close
+    connections without replies."""
 
     def __init__(self, session: aiohttp.ClientSession, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._session = session
@@ -70,13 +70,13 @@ class Connection:
             raise
 
     async def ask(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a message and return the data of the reply. Raises ConnectionError, RuntimeError for an error of the
-        server's."""
-        with suppress(ConnectionError):  # what was read before the end says why, such as that all places are taken
+        """Send a message and return the data of the reply. Raises ConnectionError, or RuntimeError for a server's
+        error."""
+        with suppress(ConnectionError):  # messages before the close give the reason, e.g. no free place
             await self._socket.send_json(message)
         given = await self._messages.get()
         if given.type is not aiohttp.WSMsgType.TEXT:
-            self._messages.put_nowait(given)  # the last one, for whoever asks again
+            self._messages.put_nowait(given)  # keep the last message for later calls
             raise ConnectionError(f"the OpenEnv server has closed the connection ({given.data}: {given.extra})")
         found = json.loads(given.data)
         if found["type"] == "error":
@@ -86,7 +86,7 @@ class Connection:
         return dict(found["data"])
 
     async def close(self) -> None:
-        """Close; who waits for a reply gets an error."""
+        """Close the connection; callers waiting for a reply get an error."""
         try:
             await self._socket.close()
             await self._reader
@@ -94,12 +94,12 @@ class Connection:
             await self._session.close()
 
     async def _read(self) -> None:
-        """Hand messages over, until there are no more."""
+        """Queue received messages until the connection ends."""
         more = True
         while more:
             try:
                 message = await self._socket.receive()
-            except Exception as error:  # in answering a ping
+            except Exception as error:  # in replying to a ping
                 message = aiohttp.WSMessage(aiohttp.WSMsgType.ERROR, error, None)
             more = message.type is aiohttp.WSMsgType.TEXT
             self._messages.put_nowait(message)
@@ -109,9 +109,9 @@ class OpenEnv:
     """One episode.
 
     Args:
-        task: ``ground_truth`` and ``extra_info`` are arguments of the environment's ``reset``, which takes those that
-            it has parameters for.
-        group_seed: Its ``seed``: all trajectories of a task begin in one state.
+        task: ``ground_truth`` and ``extra_info`` are arguments of the environment's ``reset``, filtered by its
+            parameters.
+        group_seed: ``seed`` of ``reset``: all trajectories of a task begin in one state.
         options: See ``OPTIONS``.
     """
 
@@ -123,7 +123,7 @@ class OpenEnv:
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
-        """Raise ConfigError unless a server with such actions and observations answers."""
+        """Raise ConfigError unless a server with these actions and observations replies."""
         checked("openenv", options, OPTIONS, {"url": "http://127.0.0.1:8000"})
         url = options["url"]
         try:
@@ -139,16 +139,16 @@ class OpenEnv:
                 refuse(name, value, f"is no field of the {kind}s of {url}, which have {', '.join(fields)}")
 
     def reset(self) -> str:
-        """Begin; an empty text adds nothing to the task's prompt."""
+        """Reset the environment; an empty text adds nothing to the task's prompt."""
         return self._text(self._ask("reset", self._reset))
 
     def step(self, response: str) -> Observation:
-        """Act: the response is one field of the action."""
+        """Take an action with the response as one field."""
         given = self._ask("step", {self._action: without_thought(response)})
         return Observation(self._text(given), float(given.get("reward") or 0.0), done=bool(given.get("done")))
 
     def kill(self) -> None:
-        """End what a call waits for, which then raises."""
+        """Close the connection, so that a waiting call raises."""
         CONNECTIONS.run(self._connection.close())
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class OpenEnv:
         return CONNECTIONS.run(self._connection.ask({"type": kind, "data": data}))
 
     def _text(self, given: Mapping[str, Any]) -> str:
-        """Text of an observation; null is an empty one."""
+        """Return the text of an observation; null is an empty text."""
         seen = given["observation"]
         if self._field is None:
             return json.dumps(seen)
@@ -175,7 +175,7 @@ async def _schema(url: str) -> dict[str, Any]:
 
 
 def _at(url: str, path: str) -> str:
-    """Address of a path of the server, over http: a WebSocket begins so too."""
+    """Return the http address of a path of the server; WebSockets start with http too."""
     parts = urlsplit(url)
     scheme = {"ws": "http", "wss": "https"}.get(parts.scheme, parts.scheme)
     return parts._replace(scheme=scheme, path=f"{parts.path.rstrip('/')}/{path}").geturl()

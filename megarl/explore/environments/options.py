@@ -16,11 +16,11 @@ def refuse(name: str, value: Any, rule: str) -> NoReturn:
 def checked(
     environment: str, options: Mapping[str, Any], known: Mapping[str, Any], needed: Mapping[str, Any] | None = None
 ) -> None:
-    """Raise ConfigError for an option that is not known, that has another type, or that is needed and not there.
+    """Raise ConfigError for an unknown option, a wrong type, or a missing required option.
 
     Args:
         known: Name -> its type, or a union of types.
-        needed: Name of each option that has to be set -> an example of it.
+        needed: Name of each required option -> an example.
     """
     for name, value in options.items():
         if name not in known:

@@ -18,12 +18,12 @@ FEEDBACK = "That is not right. Try again."
 class ReasoningGym:
     """One question: a response whose score is below 1 gets feedback and another try.
 
-    The reward of a response is what its score is above the best one before it, so that the trajectory's is its best.
-    Scores come from the pool of rewards.
+    A response's reward is the gain over the best earlier score, so the trajectory's reward is its best score. Scores
+    come from the reward pool.
 
     Args:
         task: A row of ``reasoning_gym/<family>``, as ``megarl data`` writes it.
-        options: ``tries``: most responses, by default 3; ``feedback``: text after one that is not right.
+        options: ``tries``: most responses, by default 3; ``feedback``: text after a wrong response.
     """
 
     asks_verifier = True
@@ -37,7 +37,7 @@ class ReasoningGym:
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
-        """Raise ConfigError for options that are none."""
+        """Raise ConfigError for invalid options."""
         checked("reasoning_gym", options, OPTIONS)
         if options.get("tries", TRIES) < 1:
             refuse("tries", options["tries"], "must be at least 1")
@@ -51,4 +51,4 @@ class ReasoningGym:
         return Observation(self._feedback, gained, done=right or not self._left, success=right)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: the episode holds no resources."""

@@ -1,4 +1,4 @@
-"""The form of an environment."""
+"""Interface of environments."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Observation:
     """An environment's reply to a response."""
 
     text: str
-    """Next message to the model; not read where ``done``."""
+    """Next message to the model; ignored if ``done``."""
     reward: float = 0.0
     """Reward of the response. A trajectory's score is the sum over its responses."""
     done: bool = False
-    """The episode has ended."""
+    """True if the episode has ended."""
     success: bool | None = None
-    """Outcome of an episode that has ended; None: whether its score is 1.0 or more."""
+    """Outcome of an ended episode; None: success if its score is 1.0 or more."""
     images: Sequence[bytes] = ()
-    """Files of the images that the text's ``<image>`` stand for; they come before a text without one."""
+    """Files of the images for the text's ``<image>`` placeholders; without placeholders they precede the text."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str):
@@ -33,14 +33,14 @@ class Observation:
         if not isinstance(self.reward, SupportsFloat) or not math.isfinite(self.reward):
             raise ValueError(f"Observation.reward must be a finite number, got {self.reward!r:.60}")
         for name, value in (("done", self.done), ("success", self.success)):
-            if value not in (0, 1) and (name, value) != ("success", None):  # a text is true whatever it says
+            if value not in (0, 1) and (name, value) != ("success", None):  # any text is truthy
                 raise ValueError(f"Observation.{name} must be True or False, got {value!r:.60}")
 
 
 PARAMETERS = ("seed", "group_seed", "limits", "count_tokens", "options")
-"""Parameters that ``make`` may have: the trajectory's seed, for all that is random in the episode, the same when it
-begins again; that of its group, for what its trajectories have in common; lengths (``recording.limits.TokenLimits``); a
-function that counts the tokens of a text; ``rollout.options``."""
+"""Parameters that ``make`` may take: the trajectory's seed for all randomness of the episode, unchanged by retries; the
+group's seed for randomness shared by its trajectories; lengths (``recording.limits.TokenLimits``); a function that
+counts the tokens of a text; ``rollout.options``."""
 
 
 class EnvironmentFault(Exception):
@@ -50,7 +50,7 @@ class EnvironmentFault(Exception):
 
 
 class EnvironmentTimeout(EnvironmentFault):
-    """A call of an environment has not returned within its limit."""
+    """A call of an environment timed out."""
 
     cause = End.ENVIRONMENT_TIMEOUT
 
@@ -59,24 +59,24 @@ class Environment(Protocol):
     """One episode of a task. Its methods are called in threads, one after another, and may block for
     ``rollout.environment_timeout_s``."""
 
-    # def reset(self) -> str | Observation: the first one, where an environment has one beside the task's prompt
-    # def end(self) -> float: further reward of an episode that a limit of the trajectory has ended
-    # def kill(self) -> None: end a call past its limit, which then raises; close follows
+    # def reset(self) -> str | Observation: optional first observation after the task's prompt def end(self) -> float:
+    # optional further reward after a limit of the trajectory def kill(self) -> None: optional; make a timed-out call
+    # raise, before close
 
     def step(self, response: str, /, *args: Any, **kwargs: Any) -> Observation:
-        """Take a response of the model, without special tokens, and its score where ``make`` asks for one. It begins
-        with the thought: act on ``core.thoughts.without_thought(response)``. An exception ends the episode without a
-        verdict."""
+        """Take a response of the model, without special tokens, and its score if ``make.asks_verifier``. A thinking
+        model's response begins with the thought: act on ``core.thoughts.without_thought(response)``. An exception ends
+        the episode without a verdict."""
         ...
 
     def close(self) -> None:
-        """Free what the episode holds; called once, however it ends, when no other call of it runs."""
+        """Free the episode's resources; called once after any end, while no other call runs."""
         ...
 
 
 class MakeEnvironment(Protocol):
-    """``make(task)`` begins an episode; further parameters are given by their names (``PARAMETERS``). The task's prompt
-    is its first observation, with what ``reset()`` returns where there is such a method. Where ``make.asks_verifier``
-    is true, ``step`` gets the score of each response too, by the task's verifier in the pool of rewards."""
+    """``make(task)`` begins an episode; further parameters are passed by name (``PARAMETERS``). The first observation
+    is the task's prompt, followed by the result of ``reset()`` if defined. If ``make.asks_verifier`` is true, ``step``
+    also gets each response's score from the task's verifier."""
 
     def __call__(self, task: Task, *args: Any, **kwargs: Any) -> Environment: ...

@@ -1,4 +1,4 @@
-"""Tasksets of verifiers (MIT): ``rollout.environment=verifiers``. The package lives in an environment of its own."""
+"""Tasksets of verifiers (MIT): ``rollout.environment=verifiers``. The package has a separate virtual environment."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from megarl.explore.environments.options import checked, refuse
 from megarl.explore.environments.types import Observation
 
 OPTIONS = {"python": str, "env": dict, "path": str, "variables": list}
-"""``python``: of the virtual environment that has verifiers; ``env``: verifiers' ``[env]`` block; ``path``: folder of
-a taskset that is not installed; ``variables``: names of further environment variables that its server gets."""
+"""``python``: interpreter of verifiers' virtual environment; ``env``: verifiers' ``[env]`` block; ``path``: folder of a
+taskset that is not installed; ``variables``: names of further environment variables for its server."""
 SERVER = Path(__file__).with_name("verifiers_server.py")
 CHECK_S = 300.0
-"""Seconds in which a taskset must load."""
+"""Timeout in seconds for loading a taskset."""
 
 
 class VerifiersProcess:
-    """Server of the tasksets' process; one an explorer, started by its first episode and again where it has ended."""
+    """Server process of the taskset: one per explorer, started by its first episode and restarted after an end."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -39,7 +39,7 @@ class VerifiersProcess:
         self._folder = ""
 
     def connect(self, options: Mapping[str, Any]) -> socket.socket:
-        """A connection for an episode."""
+        """Return a connection for an episode."""
         with self._lock:
             if self.process is None or self.process.poll() is not None:
                 self._start(options)
@@ -48,7 +48,7 @@ class VerifiersProcess:
         return connection
 
     def end(self) -> None:
-        """Kill the server, with all episodes; its folder is removed."""
+        """Kill the server with all episodes and remove its folder."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -74,7 +74,7 @@ atexit.register(PROCESS.end)
 
 
 def command(options: Mapping[str, Any], name: str, *more: str) -> tuple[list[str], dict[str, str]]:
-    """Words and variables of a command of the server; it has no keys of the job's."""
+    """Return words and variables of a server command, without the job's keys."""
     env = {**passed_variables(options.get("variables", ())), "PYTHONPATH": options.get("path", "")}
     return [options["python"], "-P", str(SERVER), name, json.dumps(options["env"]), *more], env
 
@@ -83,7 +83,7 @@ class Verifiers:
     """One episode of a task; the taskset's rewards, summed, are the reward of the last response.
 
     Args:
-        task: A row that ``verifiers_server.py rows`` has written: ``extra_info['index']`` is the task's.
+        task: A row that ``verifiers_server.py rows`` has written: ``extra_info['index']`` is the task's index.
         options: See ``OPTIONS``.
     """
 
@@ -99,7 +99,7 @@ class Verifiers:
 
     @staticmethod
     def check(options: Mapping[str, Any]) -> None:
-        """Raise ConfigError unless the taskset loads in its environment."""
+        """Raise ConfigError unless the taskset loads in its virtual environment."""
         checked(
             "verifiers", options, OPTIONS, {"python": "/envs/verifiers/bin/python", "env": "{taskset: {id: gsm8k}}"}
         )
@@ -128,7 +128,7 @@ class Verifiers:
     @staticmethod
     def check_row(task: Task, options: Mapping[str, Any]) -> None:
         """Raise DataError for a row of another taskset."""
-        own = options["env"].get("id")  # of an environment that is paired with the taskset
+        own = options["env"].get("id")  # id of an environment paired with the taskset
         wanted = f"verifiers/{'' if own is None else f'{own}+'}{options['env']['taskset']['id']}"
         if task.data_source != wanted or not isinstance(task.extra_info.get("index"), int):
             raise DataError(
@@ -138,7 +138,7 @@ class Verifiers:
             )
 
     def step(self, response: str) -> Observation:
-        """Give a response to the request that waits for it, and return what comes before the next one."""
+        """Send a response to the waiting request, and return the messages before the next request."""
         if not self._opened:
             self._follow(self._take())
             self._opened = True
@@ -150,7 +150,7 @@ class Verifiers:
         return Observation(self._follow(given))
 
     def kill(self) -> None:
-        """End what a call waits for, which then raises."""
+        """Kill the episode, so that a waiting call raises."""
         if start_ticks(self.pid) == self._started:
             kill_group(self.pid)
 
@@ -161,7 +161,7 @@ class Verifiers:
         self._socket.close()
 
     def _follow(self, given: Mapping[str, Any]) -> str:
-        """Text of the user's messages after all that was seen."""
+        """Return the text of the user's messages after those already seen."""
         new = messages_after(self._seen, given["messages"], opened=self._opened)
         self._seen += new
         return "\n\n".join(str(message["content"]) for message in new)
@@ -173,7 +173,7 @@ class Verifiers:
     def _take(self) -> dict[str, Any]:
         try:
             line = self._lines.readline()
-        except OSError:  # it was killed before it had read all
+        except OSError:  # it was killed before it read everything
             line = ""
         if not line:
             raise ConnectionError("the episode's process has ended")
@@ -186,13 +186,13 @@ class Verifiers:
 def messages_after(
     seen: Sequence[Mapping[str, Any]], messages: Sequence[Mapping[str, Any]], *, opened: bool
 ) -> list[Mapping[str, Any]]:
-    """Return the user's messages that a request adds to those that were seen.
+    """Return the user's messages that a request adds to those already seen.
 
     Args:
         messages: All messages of the request.
-        opened: The request follows a response, and not the task's prompt alone.
+        opened: True if the request follows a response, not only the task's prompt.
 
-    Raises ValueError where messages that were seen are others now, or what was added is not the user's.
+    Raises ValueError if seen messages have changed, or an added message is not the user's.
     """
     before, new = messages[: len(seen)], list(messages[len(seen) :])
     for i, known in enumerate(seen):
@@ -206,5 +206,5 @@ def messages_after(
 
 
 def _plain(message: Mapping[str, Any]) -> tuple[str, str]:
-    """Role and text of a message; verifiers sends an empty response back as None."""
+    """Return role and text of a message; verifiers sends an empty response back as None."""
     return message["role"], message.get("content") or ""

@@ -1,12 +1,12 @@
-"""Server of verifiers' tasksets (MIT), run by the Python of their own environment: it imports nothing of megarl.
+"""Server of verifiers' tasksets (MIT), run by the Python of their virtual environment: it imports nothing of megarl.
 
     PYTHON -P verifiers_server.py rows '{"taskset": {"id": "gsm8k"}}' COUNT [--skip N] [--path DIR] > rows.jsonl
     PYTHON -P verifiers_server.py check '{"taskset": {"id": "gsm8k"}}'
     PYTHON -P verifiers_server.py serve '{"taskset": {"id": "gsm8k"}}' SOCKET
 
-The JSON is verifiers' ``[env]`` block. A served connection is an episode, in a process that is forked for it. Both
-sides write JSON lines: the server ``{"pid"}``, then ``{"messages"}`` for each request to the model and ``{"done",
-"reward"}`` or ``{"error"}`` at the end; the client ``{"index"}`` of the task, then ``{"response"}``. Written for 0.4.0.
+The JSON is verifiers' ``[env]`` block. Each connection is one episode in a forked process. Both sides write JSON lines:
+the server ``{"pid"}``, then ``{"messages"}`` for each request to the model and ``{"done", "reward"}`` or ``{"error"}``
+at the end; the client ``{"index"}`` of the task, then ``{"response"}``. Written for 0.4.0.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ask = Callable[[list[Any]], Awaitable[str]]
 HARNESS = "megarl_chat"
 KEY = "MEGARL_VERIFIERS_KEY"
 PARENT_S = 1.0
-"""Seconds between two looks at the parent."""
+"""Seconds between two checks of the parent."""
 
 
 class Chat(vf.Harness[vf.HarnessConfig]):
@@ -52,18 +52,18 @@ class Chat(vf.Harness[vf.HarnessConfig]):
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: dict[str, str], data: Any
     ) -> Any:
-        """One request of the whole conversation."""
+        """Send one request with the whole conversation."""
         system, prompt = self.resolve_prompt(data)
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0, timeout=None) as client:
             try:
                 await client.chat.completions.create(model=ctx.model, messages=messages_of(system, prompt))
-            except APIError as error:  # a stop of the task's, or a failure that the trace has
+            except APIError as error:  # a stop of the task, or a failure recorded in the trace
                 return vf.ProgramResult(1, "", str(error))
         return vf.ProgramResult(0, "", "")
 
 
 def messages_of(system: str | None, prompt: Any) -> list[Any]:
-    """Chat messages of a prompt, a text or messages."""
+    """Return the chat messages of a prompt, a text or messages."""
     head = [{"role": "system", "content": system}] if system else []
     if isinstance(prompt, str):
         return [*head, {"role": "user", "content": prompt}]
@@ -71,7 +71,7 @@ def messages_of(system: str | None, prompt: Any) -> list[Any]:
 
 
 def environment_of(block: dict[str, Any]) -> Any:
-    """Environment of an ``[env]`` block; a role that names no harness has ``Chat``."""
+    """Return the environment of an ``[env]`` block; roles without a harness use ``Chat``."""
     module = ModuleType(HARNESS)
     vars(module).update(Chat=Chat, __all__=["Chat"])
     sys.modules[HARNESS] = module
@@ -88,7 +88,7 @@ def environment_of(block: dict[str, Any]) -> Any:
 
 
 async def play(environment: Any, task: Any, ask: Ask) -> float:
-    """Reward of an episode; ``await ask(messages)`` is the model's response."""
+    """Play an episode and return its reward; ``await ask(messages)`` returns the model's response."""
     key = secrets.token_hex(16)
     os.environ[KEY] = key
 
@@ -123,12 +123,12 @@ async def play(environment: Any, task: Any, ask: Ask) -> float:
 
 
 async def serve_episode(environment: Any, find: Callable[[int], Any], connection: socket.socket) -> None:
-    """One episode over a connection; at its end this process ends."""
+    """Serve one episode over a connection, then end this process."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=2**28)
 
     async def take() -> Any:
         line = await reader.readline()
-        if not line:  # the explorer has closed the episode, or is gone
+        if not line:  # the explorer has closed the episode or died
             os.killpg(os.getpid(), signal.SIGKILL)
         return json.loads(line)
 
@@ -146,18 +146,18 @@ async def serve_episode(environment: Any, find: Callable[[int], Any], connection
         traceback.print_exc()  # to the explorer's log
         send({"error": f"{type(error).__name__}: {error}"})
     await writer.drain()
-    await take()  # the client has this process killed, with all that it has started
+    await take()  # the client kills this process with its descendants
 
 
 def serve(environment: Any, find: Callable[[int], Any], path: str) -> None:
-    """Fork a process for each connection, until the parent is gone."""
+    """Fork a process for each connection, until the parent dies."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(1024)
     print(json.dumps({"ready": True}), flush=True)
     parent = os.getppid()
     threading.Thread(target=watch, args=(parent, os.path.dirname(path)), daemon=True).start()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for them
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap ended children automatically
     while True:
         connection, _ = listener.accept()
         if os.fork():
@@ -174,7 +174,7 @@ def serve(environment: Any, find: Callable[[int], Any], path: str) -> None:
 
 
 def watch(parent: int, folder: str) -> None:
-    """End this process after its parent's death, however that died, and remove the socket's folder."""
+    """End this process after its parent's death, and remove the socket's folder."""
     while os.getppid() == parent:
         time.sleep(PARENT_S)
     shutil.rmtree(folder, ignore_errors=True)
@@ -182,7 +182,7 @@ def watch(parent: int, folder: str) -> None:
 
 
 def rows(environment: Any, skip: int, count: int) -> int:
-    """Write tasks as rows and return their number; a prompt is what the episode's first request has."""
+    """Write tasks as rows and return their number; a row's prompt is the episode's first request."""
     written = 0
     for task in itertools.islice(environment.taskset, skip, skip + count):
         try:
@@ -203,7 +203,7 @@ def source_of(environment: Any) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Text of an exception in one line, without the advice of pydantic's."""
+    """Return an exception's text in one line, without pydantic's advice."""
     lines = [line.strip() for line in str(error).splitlines()]
     return "; ".join(line for line in lines if line and not line.startswith("For further")) or type(error).__name__
 
@@ -226,7 +226,7 @@ async def opening_of(environment: Any, task: Any) -> list[Any]:
 
 
 def write_rows(given: argparse.Namespace) -> None:
-    """Write the rows that a command line asks for."""
+    """Write the rows requested by the command line."""
     if given.path:
         sys.path.insert(0, given.path)
     environment = loaded(given.env)
@@ -237,7 +237,7 @@ def write_rows(given: argparse.Namespace) -> None:
 
 
 def loaded(block: str) -> Any:
-    """Environment of an ``[env]`` block in JSON. Ends this process where there is none."""
+    """Environment of an ``[env]`` block in JSON. Ends this process if there is none."""
     try:
         return environment_of(json.loads(block))
     except ModuleNotFoundError as error:
@@ -247,14 +247,14 @@ def loaded(block: str) -> Any:
 
 
 def find_in(tasks: list[Any], index: int) -> Any:
-    """Task of a row. Raises ValueError where there is none."""
+    """Return the task of a row. Raises ValueError if the index is out of range."""
     if not 0 <= index < len(tasks):
         raise ValueError(f"the taskset has {len(tasks)} tasks, and a row the index {index}; make the rows again")
     return tasks[index]
 
 
 def main() -> None:
-    """See the module."""
+    """Run a command; see the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("rows", "check", "serve"):
@@ -272,7 +272,7 @@ def main() -> None:
         return
     environment = loaded(given.env)
     tasks = environment.taskset
-    asyncio.run(opening_of(environment, next(iter(tasks))))  # imports what an episode does, once, before the forks
+    asyncio.run(opening_of(environment, next(iter(tasks))))  # imports an episode's modules once, before the forks
     if given.command == "check":
         return
     known = list(tasks) if tasks.bounded else None

@@ -1,1 +1,1 @@
-"""The explorer: groups are claimed, sampled, scored and put back."""
+"""The explorer: it claims, samples, scores and puts back groups."""

@@ -1,7 +1,7 @@
-"""A claimed group on its way, and which of its trajectories make it whole.
+"""A claimed group in progress, and the choice of the trajectories that complete it.
 
-With spare ones (``rollout.spare``) the first ``group_size`` to end do, and the others are cut. So the members are short
-ones more often than long ones.
+With spare trajectories (``rollout.spare``) the first ``group_size`` to end complete the group and the others are
+cancelled, which favours short ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megarl.explore.recording.model import RenderedPrompt
 
 @dataclass
 class ClaimedGroup:
-    """A claimed group on its way."""
+    """A claimed group in progress."""
 
     claim: Claim
     prompt: RenderedPrompt
@@ -28,9 +28,9 @@ class ClaimedGroup:
     clock: RolloutClock
     pace: GroupPace | None = None
     scored: dict[int, Trajectory] = field(default_factory=dict)
-    """Trajectories that have ended, by index, in the order in which they did."""
+    """Ended trajectories by index, in the order of their ends."""
     running: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    """Those that have not, by index; those that were cut are none."""
+    """Running trajectories by index, without cancelled ones."""
     generating: set[int] = field(init=False)
     """Indices of sampled trajectories that lack tokens."""
 
@@ -38,9 +38,9 @@ class ClaimedGroup:
         self.generating = set(range(self.claim.num_samples))
 
     def members(self, rewards: RewardConfig) -> list[Trajectory] | None:
-        """Return the sampled members, by index; None while some are missing.
+        """Return the sampled members by index; None while some are missing.
 
-        Where too few have a usable end, others complete the group, and it is dropped for their reason.
+        If too few have a usable end, others complete the group, which is then dropped for their reason.
         """
         claim, sampled = self.claim, [e for index, e in self.scored.items() if index != GREEDY]
         usable = [e for e in sampled if e.reward.status == "late" or not lacks_reward(e, rewards)]
@@ -50,7 +50,7 @@ class ClaimedGroup:
         return sorted([*usable, *others][: claim.group_size], key=lambda e: e.index)
 
     def cut_spare(self) -> int:
-        """End the sampled trajectories that still run; return the number of those that lacked tokens."""
+        """Cancel the running sampled trajectories; return the number of those that lacked tokens."""
         cut = {index: task for index, task in self.running.items() if index != GREEDY}
         for index, task in cut.items():
             del self.running[index]
@@ -59,7 +59,7 @@ class ClaimedGroup:
         return len(self.generating & set(cut))
 
     def ended(self, members: list[Trajectory]) -> EndedGroup:
-        """Count the whole group for its rollout's metrics, and return it as the store takes it."""
+        """Count the whole group in its rollout's metrics, and return it for the store."""
         answers = [*(e for index, e in self.scored.items() if index == GREEDY), *members]
         counts = self.clock.counts
         counts["groups"] += 1

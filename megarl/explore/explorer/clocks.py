@@ -1,4 +1,4 @@
-"""Clocks of an explorer: times of a rollout, and time with samples under way, whichever rollouts they are of."""
+"""Clocks of an explorer: times of a rollout, and time with samples in flight for any rollout."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ SHORTEST_S, LONGEST_S = 0.2, 10.0
 """Shortest and longest time between two reports."""
 COUNTS = ("groups", "samples", "greedy", "prompt_tokens", "response_tokens", "retries", "restarts")
 SEGMENT_COUNTS = ("resumed_tokens", "replay_diverged")
-"""Recorded tokens of earlier claims that were taken, and those that were not."""
+"""Recorded tokens of earlier claims that were reused, or discarded."""
 SPARE_COUNTS = ("spare_cut", "spare_replaced")
-"""Trajectories that were cut because their group was whole, and those left out of it for an end without a reward."""
+"""Trajectories cancelled because their group was whole, and those replaced because they ended without a reward."""
 
 
 class RolloutClock:
-    """Seconds during which a rollout had generation under way, rewards under way, and both; and what it counted."""
+    """Seconds of a rollout with generation, with rewards, and with both in progress; and its counts."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class RolloutClock:
         self.counts = dict.fromkeys((*COUNTS, *SEGMENT_COUNTS, *SPARE_COUNTS), 0)
 
     def change(self, phase: str, by: int) -> None:
-        """``by`` more (or fewer) samples are in ``phase``: generation or reward."""
+        """Add ``by`` samples to ``phase``: generation or reward."""
         self._account()
         if phase == "generation":
             self._generates(by)
@@ -70,7 +70,7 @@ class RolloutClock:
 
 
 class EngineTime:
-    """Seconds with samples under way, reported to the store whenever the first one begins or the last one ends.
+    """Seconds with samples in flight, reported to the store when the first begins or the last ends.
 
     Args:
         call: Calls a function of the store in the store's thread.
@@ -84,7 +84,7 @@ class EngineTime:
         self._changed = asyncio.Event()
 
     def change(self, by: int) -> None:
-        """``by`` more (or fewer) samples are under way."""
+        """Add ``by`` samples in flight."""
         before, self._samples = self._samples, self._samples + by
         if (before > 0) == (self._samples > 0):
             return
@@ -95,7 +95,7 @@ class EngineTime:
         self._changed.set()
 
     def report(self) -> BusyTime:
-        """Time so far."""
+        """Return the time so far."""
         return BusyTime(self._busy_s, self._since if self._samples > 0 else None, self._now())
 
     async def keep(self) -> None:

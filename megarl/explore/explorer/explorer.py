@@ -1,10 +1,10 @@
-"""The explorer process: claims groups, runs a workflow for each trajectory, gets it scored as it ends, puts whole
-groups into the buffer, and evaluates.
+"""The explorer process: claims groups, runs a workflow for each trajectory, scores it when it ends, puts whole groups
+into the buffer, and evaluates.
 
 ``python -m megarl.run.start explorer --config RUN/resolved.json`` with the job's key in ``MEGARL_JOB_KEY`` and its
-attempt in ``MEGARL_ATTEMPT``; it finds the engines in the store. Ends with 0 when the job is closed,
-with 143 on SIGTERM or SIGINT (its claims are given back), with 1 and the reason when the engines or the store fail for
-good. Imports no torch.
+attempt in ``MEGARL_ATTEMPT``; it finds the engines in the store. Exits with 0 when the job is closed, with 143 on
+SIGTERM or SIGINT (after releasing its claims), with 1 and the reason when the engines or the store fail permanently.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -67,18 +67,18 @@ EVENTS_S = 1.0
 
 @dataclass(frozen=True)
 class AskedEngines:
-    """Engines that an explorer asks for samples."""
+    """Engines that sample for an explorer."""
 
     client: Engine
     choice: EngineChoice
-    """Rows of the engines. Newly claimed groups are spread over one call for each that has the weights."""
+    """Rows of the engines. Newly claimed groups are spread over the engines with the weights, one call each."""
     are_updated: Callable[[], Awaitable[bool]] | None = None
-    """True while an engine is being given weights; None where the engines are the job's own. A trainer of another
-    program gives them weights: nothing is claimed while no engine has the weights that were asked for."""
+    """Returns True while an engine receives weights; None for the job's own engines. If another program's trainer
+    publishes the weights, no group is claimed until an engine has the requested weights."""
     feeder: FileFeeder | None = None
-    """Gives the engines weights from files; None where another process gives them weights."""
+    """Loads weights from files into the engines; None if another process publishes them."""
     timeout_s: float = 7.5
-    """Seconds for which samples are asked for again while the engines give none of them."""
+    """Seconds of retries while the engines return no samples."""
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class ClaimSettings:
     capacity: int
     """Samples kept in generation at once; greedy answers are not counted."""
     backlog: int = 8192
-    """Answers that may wait for their score; when there are more, no further group is claimed."""
+    """Most answers that wait for their score; above it no further group is claimed."""
     poll_s: float = 0.02
     """Seconds between two looks for groups."""
     silence_s: float = 30.0
-    """Silence of another worker after which its groups are free."""
+    """Heartbeat timeout of other workers in seconds; their groups are then free."""
 
     @classmethod
     def of(cls, config: Config, worker: str) -> ClaimSettings:
-        """Settings of one explorer of a job, whose share the configuration has."""
+        """Return the settings of one explorer, from its share of the job's configuration."""
         capacity = config.rollout.concurrent_groups * (config.algorithm.group_size + config.rollout.spare)
         return cls(worker, capacity, config.reward.backlog, config.store.poll_s, config.cluster.heartbeat_s)
 
@@ -110,7 +110,8 @@ class Explorer:
     """Claims groups until the job is closed.
 
     Args:
-        event_lines: A line about failing rewards, if there is one, for the log and, as an event, for the terminal.
+        event_lines: Returns a line about failing rewards, or None; it is logged and recorded as an event for the
+            terminal.
     """
 
     def __init__(
@@ -139,25 +140,25 @@ class Explorer:
             forget=partial(self._call, store.segments.forget) if segments.tokens else None,
         )
         self.under_way = SamplesUnderWay(claims.capacity)
-        """Samples that were claimed and have not ended."""
+        """Claimed samples that have not ended."""
         suspend = self.under_way.suspend
         self._partial = PartialRollouts(store, self._call, segments.budget, segments.pacing, claims.poll_s, suspend)
         self._worker = worker
         self._clocks: dict[tuple[str, WeightsVersion], RolloutClock] = {}
         self._writer = StoreQueue(partial(self._call, store.groups.put_all))
-        # One thread keeps the calls in order: no claim that still waits overtakes those given back at the end.
+        # One thread keeps calls in order: no queued claim runs after the final release.
         self._store_thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._lease = Lease(store, worker, self._call, claims.silence_s)
         self._engine_time = EngineTime(store, worker, self._call)
         self._new_clock = partial(RolloutClock, timeline=timeline, generates=self._engine_time.change)
 
     async def run(self) -> None:
-        """Work until the job is closed; claims still held are given back, however this ends.
+        """Work until the job is closed; remaining claims are released at any end.
 
-        Raises EngineError when an engine keeps failing, JobError when the store is gone or fences this process.
+        Raises EngineError when an engine keeps failing, JobError if the store is unreachable or fences this process.
         """
         try:
-            await self._call(self._store.groups.release, self._worker)  # of a predecessor that was killed
+            await self._call(self._store.groups.release, self._worker)  # claims of a killed predecessor
             await self._call(record_evaluations, self._store, self._worker)
             async with asyncio.TaskGroup() as tasks:
                 works = [heartbeat.beat_periodically(self._mark), self._lease.keep(), self._partial.keep()]
@@ -185,10 +186,10 @@ class Explorer:
             raise failure from failures
         finally:
             await self._call(self._store.groups.release, self._worker)
-            self._store_thread.shutdown(wait=False)  # idle: that was its last call
+            self._store_thread.shutdown(wait=False)  # idle after its last call
 
     async def _keep_claims(self, are_updated: Callable[[], Awaitable[bool]]) -> None:
-        """Give all claims back where no engine has had the weights for a time, and none is being given some."""
+        """Release all claims if for ``silence_s`` no engine had the weights and none received any."""
         since = time.monotonic()
         while True:
             await asyncio.sleep(min(EVERY_S, self._claims.silence_s))
@@ -199,7 +200,7 @@ class Explorer:
                 since = time.monotonic()
 
     async def _give_back(self) -> None:
-        """Give all claims back: other explorers may have engines with weights."""
+        """Release all claims: other explorers may have engines with weights."""
         if flights := list(self._flights):
             log.warning("no engine may be asked: %d calls are given up, and their claims given back", len(flights))
         for flight in flights:
@@ -212,7 +213,8 @@ class Explorer:
         await self._call(self._store.journal.record_event, self._worker, kind, data)
 
     def _mark(self) -> str:
-        """Describe the work of now. Workflows that are within their limits are work too, be no sample under way."""
+        """Return the status text for the heartbeat. A running workflow counts as progress even without samples in
+        flight."""
         if in_workflow := self._runner.in_workflow:
             heartbeat.count_work()
         return (
@@ -229,7 +231,7 @@ class Explorer:
         of_kinds = {"max_samples": free, "evaluations": self.under_way.evaluates}
         claims = await self._call(self._store.groups.claim, self._worker, free, **of_kinds, silent=self._lease.silent)
         if claims:
-            await self._choice.look()  # with the weights of these groups, and the engines of an evaluation
+            await self._choice.look()  # with these groups' weights, and the engines of an evaluation
             self._choice.expect(max(claim.oldest for claim in claims))
         self.under_way.begin(claims, {claim.rollout_id for claim in claims if self._choice.is_held(claim.rollout_id)})
         return claims
@@ -295,7 +297,7 @@ class Explorer:
 
 
 def _batches(claimed: Sequence[ClaimedGroup], calls_of: Callable[[Claim], int]) -> list[list[ClaimedGroup]]:
-    """One list of groups for each call to an engine: same rollout, spread over the engines."""
+    """Return a list of groups for each engine call: of one rollout, spread over the engines."""
     rollouts: dict[str, list[ClaimedGroup]] = {}
     for group in claimed:
         rollouts.setdefault(group.claim.rollout_id, []).append(group)
@@ -316,8 +318,8 @@ async def _report(lines: Callable[[], str | None], record: Callable[..., Corouti
 
 
 def sampling_of(claim: Claim, engines: EngineChoice) -> Sampling:
-    """Return what a claim's samples are asked for with. An evaluation has its own weights alone, of engines that keep
-    them for it where there are some."""
+    """Return the sampling of a claim. An evaluation requires its exact weights, from engines that keep them for it, if
+    any."""
     own = {name: value for name, value in claim.sampling.items() if name not in ("seed", "greedy", "spare")}
     if not _of_trainer(claim):
         return Sampling(**own)
@@ -328,24 +330,24 @@ def sampling_of(claim: Claim, engines: EngineChoice) -> Sampling:
 
 
 def _of_trainer(claim: Claim) -> bool:
-    """False for weights that an engine has read from the model's files, which are of no attempt."""
+    """Return False for weights read from the model's files, which have no attempt."""
     return bool(claim.version.attempt)
 
 
 def urls_of_the_start(registered: Sequence[EngineRow], replicas: int) -> list[str]:
-    """Return the URLs of the engines that the job began with. ``megarl scale`` keeps them where a function of
-    ``reward.path`` may ask them as the judge."""
+    """Return the URLs of the job's initial engines. ``megarl scale`` keeps them if ``reward.path`` may use them as the
+    judge."""
     return [engine.url for engine in registered if engine.url and engine.number < replicas]
 
 
 def _seed(claim: Claim) -> int | None:
-    """Seed of a group's own, so that no two groups draw the same numbers; None where sampling has none."""
+    """Return a group's seed, different for every group; None if sampling has no seed."""
     seed = claim.sampling.get("seed")
     return None if seed is None else int(np.random.SeedSequence([seed, claim.position]).generate_state(1)[0])
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> EngineError | JobError | None:
-    """The first error of an engine or of the store, if no task failed for another reason."""
+    """Return the first error of an engine or the store, if no task failed for another reason."""
     failing, others = failures.split((EngineError, JobError))
     if failing is None or others is not None:
         return None
@@ -363,15 +365,15 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         worker: Name under which it claims groups.
         number: Its number among the job's explorers.
 
-    Raises EngineError, JobError or ConfigError when it cannot go on.
+    Raises EngineError, JobError or ConfigError for permanent failures.
     """
     hosts = [host for host in os.environ.get("MEGARL_REWARD_HOSTS", "").split(",") if host]
-    await await_hosts(hosts)  # the supervisor starts one on every other node, which takes a moment
+    await await_hosts(hosts)  # started by the supervisor on every other node
     config = share_of(config, hosts, number)
     tokenizer, trajectories = ChatTokenizer.of(config), TrajectorySettings.of(config)
     engine_timeout_s = (
         config.rollout.start_timeout_s + config.sync.timeout_s
-    )  # an engine is replaced, and given the weights
+    )  # time for a replacement engine to get weights
     store = Store(
         config.store.url,
         attempt=int(os.environ["MEGARL_ATTEMPT"]),
@@ -382,7 +384,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         registered = store.engines.own()
         if not any(row.url for row in registered):
             raise JobError("no engine is registered in the store: `megarl train` registers those that it starts")
-        # Worker processes learn of no others: a function of `reward.path` may ask the judge there.
+        # Reward workers only know these engines, for a judge in `reward.path`.
         os.environ[ENGINES] = ",".join(urls_of_the_start(registered, config.rollout.replicas))
         choice = EngineChoice(registered)
         async with (
@@ -417,7 +419,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
                 event_lines=scorer.tally.line,
             )
             gc.collect()
-            gc.freeze()  # modules stay, and take long to walk
+            gc.freeze()  # skip modules in later collections
             await explorer.run()
     finally:
         store.close()
@@ -431,11 +433,11 @@ def _logs(config: Config) -> Path:
 async def opened_judge(
     config: Config, engines: Callable[[], Sequence[str]], key: str, engine_timeout_s: float
 ) -> AsyncIterator[Judging | None]:
-    """Open the judge of ``reward.judge``; None where no model judges.
+    """Open the judge of ``reward.judge``; yield None if no model judges.
 
     Args:
-        engines: URLs of the job's engines of the moment, of which the judge asks one where ``url`` is "rollout".
-        engine_timeout_s: Seconds for which it waits for an engine.
+        engines: Returns the current URLs of the job's engines, used if ``url`` is "rollout".
+        engine_timeout_s: Seconds to wait for an engine.
     """
     if config.reward.judge.url is None:
         yield None
@@ -447,9 +449,9 @@ async def opened_judge(
 
 
 async def _until_signal(config: Config, key: str, worker: str, number: int) -> int:
-    """:func:`explore`, ended in order by SIGTERM or SIGINT; returns the exit status.
+    """Run :func:`explore`, stopped cleanly by SIGTERM or SIGINT; return the exit status.
 
-    The supervisor reads in it whether the job is closed: without an explorer the trainer would wait forever.
+    The supervisor needs the status to detect an explorer that ended early: the trainer would wait forever.
     """
     work = asyncio.ensure_future(explore(config, key, worker, number))
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -463,7 +465,8 @@ async def _until_signal(config: Config, key: str, worker: str, number: int) -> i
 
 
 def run_through(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, int]) -> int:
-    """Run ``work`` to its end; SystemExit of a task that a workflow has started reaches who awaits it, not the loop."""
+    """Run ``work`` to its end; SystemExit in a workflow's task is raised where the task is awaited, and does not end
+    the loop."""
     task = loop.create_task(work)
     while True:
         try:
@@ -475,7 +478,7 @@ def run_through(loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, int])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The process; returns its exit status."""
+    """Run the process; return its exit status."""
     parser = argparse.ArgumentParser(
         prog="python -m megarl.run.start explorer", description=(__doc__ or "").splitlines()[0]
     )
@@ -486,13 +489,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--number", type=int, default=0, help="its number among the job's explorers")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr)
-    for client in ("httpx", "openai", "anthropic"):  # of agents: a line for each request
+    for client in ("httpx", "openai", "anthropic"):  # clients used by agents log a line per request
         logging.getLogger(client).setLevel(logging.WARNING)
     missing = [name for name in ("MEGARL_JOB_KEY", "MEGARL_ATTEMPT") if not os.environ.get(name)]
     if missing:
         parser.error(f"{', '.join(missing)} must be set in the environment; `megarl train` does")
     try:
-        # asyncio.run would wait for threads in which code of users blocks; `leave` ends them with the process
+        # asyncio.run would wait for threads blocked in users' code; `leave` ends them with the process
         config, key = load_resolved(arguments.config), os.environ["MEGARL_JOB_KEY"]
         work = _until_signal(config, key, arguments.worker, arguments.number)
         return run_through(asyncio.new_event_loop(), work)

@@ -1,4 +1,4 @@
-"""Share of one explorer in what all explorers of a job have together."""
+"""One explorer's share of the limits of all explorers of a job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.rewards.pool.process import addresses
 
 
 def check_explorers(config: Config) -> None:
-    """Raise ConfigError where an explorer would have no group or no reward worker."""
+    """Raise ConfigError if an explorer would have no group or no reward worker."""
     number, workers = config.rollout.explorers, config.reward.workers
     if number > workers:
         raise ConfigError(
@@ -26,10 +26,10 @@ def check_explorers(config: Config) -> None:
 
 
 def share_of(config: Config, hosts: Sequence[str], number: int) -> Config:
-    """Settings of explorer ``number`` of a job: its part of groups in flight, reward workers and requests to the judge.
+    """Return the settings of explorer ``number``: its part of groups in flight, reward workers and judge requests.
 
     Args:
-        hosts: Reward hosts of the job's other nodes, beside ``reward.hosts``.
+        hosts: Reward hosts of the job's other nodes, in addition to ``reward.hosts``.
     """
     reward, explorers = config.reward, config.rollout.explorers
 

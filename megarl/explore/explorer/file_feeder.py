@@ -1,4 +1,4 @@
-"""Published weights as files, given to an explore program's engines (``sync.method=checkpoint``)."""
+"""Loading of published weight files into an explore program's engines (``sync.method=checkpoint``)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from megarl.explore.explorer.weight_files import FileFedEngine
 Delivered = Callable[[Mapping[Key, int], WeightsVersion | None], Awaitable[object]]
 
 FOLLOW_S = 0.1
-"""Seconds between two looks for newer weights."""
+"""Seconds between two checks for newer weights."""
 
 
 class NewestVersion:
-    """Looks for the newest version whose folder is whole and that the store knows: a trainer that was superseded may
-    write files, but nothing into the store."""
+    """Finds the newest version with a complete folder and a record in the store: a superseded trainer may write files,
+    but cannot write to the store."""
 
     def __init__(self, run_dir: Path, store: StoreConfig) -> None:
         self._run_dir = run_dir
@@ -33,23 +33,23 @@ class NewestVersion:
         self._known: list[WeightsVersion] = []
 
     def __call__(self) -> WeightsVersion | None:
-        """Return it; None before the first. Blocks. The store is asked where there are other folders than before."""
+        """Return the version; None before the first. Blocks. Queries the store only if there are new folders."""
         whole = whole_versions(self._run_dir)
         if set(whole) - set(self._known):
-            # A store is one thread's, and calls come from several.
+            # A store belongs to one thread, and calls come from several.
             with closing(Store(self._store.url, read_only=True, outage_s=self._store.outage_s)) as store:
                 self._known = sorted(store.pacing.version_steps(whole))
         return max(set(whole) & set(self._known), default=None)
 
 
 class FileFeeder:
-    """Gives a program's engines the newest published weights, and writes into their rows which they have.
+    """Loads the newest published weights into a program's engines, and records them in the engines' rows.
 
     One explorer of a program does so; the others read the rows.
 
     Args:
         engine_of: Returns the engine of a row as one that takes files.
-        newest: The newest version that is whole, None before the first; blocks.
+        newest: Returns the newest complete version, None before the first; blocks.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class FileFeeder:
         Args:
             delivered: ``Store.engines.delivered``, in the store's thread.
 
-        Raises EngineError where an engine computes with other weights than it was given.
+        Raises EngineError if an engine computes with other weights than published.
         """
         while True:
             newest = await asyncio.to_thread(self._newest)

@@ -1,4 +1,4 @@
-"""The explorer's side of an evaluation: accuracy of the answers to held-out tasks, recorded once they are all there."""
+"""The explorer's side of an evaluation: accuracy on held-out tasks, recorded once all answers are stored."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ from megarl.tasks import source_of
 
 
 def record_evaluations(store: Store, worker: str, rollout_id: str | None = None) -> None:
-    """Record every evaluation whose groups are all ready: its event, and that it has consumed them.
+    """Record the event of every evaluation with all groups ready, and mark the groups consumed.
 
-    Safe to repeat, and after a kill: what is recorded is not ready any more.
+    Safe to repeat, also after a kill: recorded groups are no longer ready.
 
     Args:
-        rollout_id: Looks at this one alone.
+        rollout_id: Only this evaluation.
     """
     for found, step, samples in store.evaluations.to_count(rollout_id):
         store.journal.record_evaluation(worker, found, evaluated(store, found, step, samples))
 
 
 def evaluated(store: Store, rollout_id: str, step: int, samples: int) -> dict[str, Any]:
-    """Content of an evaluation's event: counts, accuracy with its standard error, mean score, and ``metrics``."""
+    """Return the data of an evaluation's event: counts, accuracy with its standard error, mean score, and
+    ``metrics``."""
     sources = store.rollouts.task_sources(rollout_id)
     tasks = list(sources)
     right, errors = np.zeros(len(tasks), dtype=np.int64), 0

@@ -1,10 +1,9 @@
-"""Partial rollouts: trajectories get a budget from each published weights, and go on with the next.
+"""Partial rollouts: trajectories get a token budget per published weights version, and continue with the next version.
 
-An iteration begins when all engines have proven to have the weights of a publication. Groups of steps that train before
-the next publication have no budget: they end. All others begin no segment after ``rollout.budget_tokens`` tokens, or
-``rollout.budget_s`` seconds. With tokens alone, which weights sample which token follows from settings and seeds, not
-from time (``sync.order=admission``).
-Source: Kimi k1.5 (arXiv:2501.12599, section 2.6.2).
+An iteration begins when all engines have proven to have the published weights. Groups of steps before the next
+publication have no budget and run to their end. All others begin no segment after ``rollout.budget_tokens`` tokens or
+``rollout.budget_s`` seconds. With only a token budget, settings and seeds determine the weights of each token, not time
+(``sync.order=admission``). Source: Kimi k1.5 (arXiv:2501.12599, section 2.6.2).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from megarl.core.schema import GREEDY, Segment, WeightsVersion
 
 @dataclass(frozen=True)
 class Budget:
-    """Tokens and seconds of a trajectory in an iteration; infinite where nothing is set."""
+    """Tokens and seconds of a trajectory in an iteration; infinite if not set."""
 
     tokens: float = math.inf
     seconds: float = math.inf
@@ -40,12 +39,12 @@ class Budget:
 
 
 class Iterations:
-    """The iteration of now, as the store has it.
+    """The current iteration, as recorded in the store.
 
     Args:
         live_step: ``Store.pacing.live_step``.
-        poll_s: Seconds between two looks while somebody waits.
-        clock: Seconds of now.
+        poll_s: Seconds between two polls while a trajectory waits.
+        clock: Clock in seconds.
     """
 
     def __init__(
@@ -59,12 +58,12 @@ class Iterations:
         self._waiting = 0
         self._changed = asyncio.Condition()
         self.step = 0
-        """Steps in the weights that were published at its begin."""
+        """Steps in the weights published at its begin."""
         self._began: float | None = None
 
     @property
     def age_s(self) -> float:
-        """Seconds since its begin was seen; a new explorer counts from its first look."""
+        """Seconds since its begin was observed; a new explorer counts from its first look."""
         return 0.0 if self._began is None else self._clock() - self._began
 
     @property
@@ -73,11 +72,12 @@ class Iterations:
         return self.step + self._pacing.interval
 
     def of(self, step: int) -> int:
-        """Iteration in which weights of ``step`` steps sample: a start or an evaluation may publish between two."""
+        """Return the iteration of weights with ``step`` steps; a start or evaluation may publish within an
+        iteration."""
         return self._pacing.published(step)
 
     async def look(self) -> None:
-        """Look into the store."""
+        """Poll the store."""
         live = await self._live_step()
         if live is not None and ((step := self.of(live)) != self.step or self._began is None):
             self.step, self._began = step, self._clock()
@@ -85,7 +85,7 @@ class Iterations:
                 self._changed.notify_all()
 
     async def after(self, step: int) -> None:
-        """Wait until it is another iteration than that of ``step``."""
+        """Wait for the end of the iteration of ``step``."""
         self._waiting += 1
         try:
             async with self._changed:
@@ -94,7 +94,7 @@ class Iterations:
             self._waiting -= 1
 
     async def keep(self) -> None:
-        """Look as long as somebody waits, until cancelled."""
+        """Poll while a trajectory waits, until cancelled."""
         while True:
             await asyncio.sleep(self._poll_s)
             if self._waiting:
@@ -102,12 +102,12 @@ class Iterations:
 
 
 class GroupPace:
-    """Begins of segments of a claimed group.
+    """Permission to begin segments, for a claimed group's trajectories.
 
     Args:
-        spent: Tokens that earlier claims of the group have had, by trajectory and iteration.
+        spent: Tokens sampled under earlier claims of the group, by trajectory and iteration.
         reach: Called with the iteration once no trajectory of the group gets further tokens in it.
-        waits: Called with the samples by which those that wait for the next iteration become more, or fewer.
+        waits: Called with the change in the number of samples that wait for the next iteration.
     """
 
     def __init__(
@@ -124,13 +124,13 @@ class GroupPace:
         self._reach, self._waits = reach, waits
         self._open = set(claim.indices)
         self._samples = Counter[int]()
-        """Index of a trajectory -> its responses that are under way."""
+        """Index of a trajectory -> number of its responses in flight."""
         self._waiting: dict[int, list[int]] = {index: [] for index in claim.indices}
-        """Index of a trajectory -> for each of these that waits, the iteration that it waits to be over."""
+        """Index of a trajectory -> for each waiting response, the iteration whose end it waits for."""
 
     @contextmanager
     def sampling(self, index: int) -> Iterator[None]:
-        """Within, a response of the trajectory is under way; a workflow may ask for several at once."""
+        """Count a response of the trajectory as in flight; a workflow may sample several concurrently."""
         self._samples[index] += 1
         try:
             yield
@@ -146,15 +146,15 @@ class GroupPace:
             await self._suspend(index, step)
 
     def spend(self, index: int, tokens: int) -> None:
-        """Count tokens that a trajectory has had."""
+        """Count tokens sampled for a trajectory."""
         self._spent[index][self._iterations.step] += tokens
 
     def restart(self, index: int) -> None:
-        """Count from 0 again, for a trajectory that begins again."""
+        """Reset the count of a restarted trajectory."""
         self._spent[index].clear()
 
     async def ended(self, index: int) -> None:
-        """Count a trajectory out: no token of it is missing."""
+        """Mark a trajectory as complete."""
         self._open.discard(index)
         await self._report(self._iterations.step)
 
@@ -184,9 +184,9 @@ class PartialRollouts:
 
     Args:
         call: Calls a function of the store in the store's thread.
-        budget: Of partial rollouts; None for none.
-        poll_s: As of :class:`Iterations`.
-        waits: As of :class:`GroupPace`.
+        budget: Budget of partial rollouts; None for none.
+        poll_s: As in :class:`Iterations`.
+        waits: As in :class:`GroupPace`.
     """
 
     def __init__(
@@ -202,7 +202,7 @@ class PartialRollouts:
         self._iterations = Iterations(partial(call, store.pacing.live_step), pacing, poll_s)
 
     async def keep(self) -> None:
-        """See iterations begin, until cancelled; nothing without a budget."""
+        """Follow the iterations until cancelled; do nothing without a budget."""
         if self._budget is not None:
             await self._iterations.keep()
 
@@ -210,7 +210,7 @@ class PartialRollouts:
         """Return the pace of a claimed group; None for one without budget."""
         if self._budget is None or claim.kind != "train":
             return None
-        await self._iterations.look()  # it was asked for after its weights were published
+        await self._iterations.look()  # the group was requested after its weights were published
         recorded = [segment for segments in claim.segments.values() for segment in segments]
         versions = {span.version for segment in recorded for span in segment.spans}
         steps = await self._call(self._store.pacing.version_steps, versions) if versions else {}
@@ -222,7 +222,7 @@ class PartialRollouts:
 def tokens_by_iteration(
     segments: Mapping[int, Sequence[Segment]], iterations: Mapping[WeightsVersion, int]
 ) -> dict[int, Counter[int]]:
-    """Index of a trajectory -> iteration -> tokens that its weights have sampled.
+    """Return trajectory index -> iteration -> tokens sampled by its weights.
 
     ``iterations``: version -> its iteration.
     """

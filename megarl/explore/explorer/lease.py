@@ -1,4 +1,4 @@
-"""Lease of an explorer's claims: its heartbeats, and which other explorers give none."""
+"""Lease of an explorer's claims: its heartbeats, and a check of other explorers' heartbeats."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from megarl.buffer.store.workers import Silence
 from megarl.explore.explorer.held_out import record_evaluations
 
 BEATS = 4
-"""Heartbeats of an explorer in the time of silence after which it counts as dead."""
+"""Heartbeats of an explorer per heartbeat timeout."""
 
 
 class Lease:
-    """Shows that an explorer lives, and sees which others do not: their groups are free.
+    """Sends an explorer's heartbeats and detects dead explorers, whose groups become free.
 
     Args:
         call: Calls a function of the store in the store's thread.
@@ -31,14 +31,14 @@ class Lease:
 
     @property
     def silent(self) -> Collection[str]:
-        """Names of workers that are dead, as the last look has it."""
+        """Names of workers found dead at the last look."""
         return self._others.longer_than(self._silence_s)
 
     async def keep(self) -> None:
-        """Give heartbeats until cancelled."""
+        """Send heartbeats until cancelled."""
         while True:
             await self._call(self._store.workers.beat, self._worker)
             self._others.look(await self._call(self._store.workers.beats))
-            if self.silent:  # one of them may have died before its evaluation was counted
+            if self.silent:  # a dead explorer may have left an uncounted evaluation
                 await self._call(record_evaluations, self._store, self._worker)
             await asyncio.sleep(self._every_s)

@@ -1,4 +1,4 @@
-"""Repetition at the end of a response, by its tokens: such a response need not be sampled up to its limit.
+"""Repetition at the end of a response, by its tokens. Such a response is ended before its limit.
 
 Source: Kimi k1.5 (arXiv:2501.12599, section 2.6.2), which ends repeated sequences early.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 LONGEST_PERIOD = 256
-"""Most tokens of a sequence whose repetition is found."""
+"""Longest repeated sequence that is detected, in tokens."""
 
 
 def repeats_at_end(token_ids: np.ndarray, times: int) -> bool:
@@ -21,7 +21,7 @@ def repeats_at_end(token_ids: np.ndarray, times: int) -> bool:
     longest = min(len(token_ids) // times, LONGEST_PERIOD)
     if not longest:
         return False
-    # A period is a distance at which the last token has stood before.
+    # A period is a distance to an earlier occurrence of the last token.
     candidates = np.flatnonzero(token_ids[-1 - longest : -1][::-1] == token_ids[-1]) + 1
     return any(_has_period(token_ids[-period * times :], period) for period in candidates.tolist())
 

@@ -1,7 +1,7 @@
-"""Responses of a trajectory in segments: each is in the store before the next one is asked for.
+"""Responses of a trajectory in segments: each is stored before the next one is requested.
 
-So whoever claims the group after a death goes on from there: the workflow runs again, and gets what is recorded at
-once. A segment that is sampled again has the same tokens, since its seed follows from where it starts.
+After a death the next claim of the group resumes there: the workflow runs again and gets recorded segments immediately.
+A resampled segment has the same tokens, because its start determines its seed.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import Sampler
 
 Record = Callable[[tuple[Claim, Segment]], Awaitable[bool]]
-"""``Store.segments.append`` of one segment, in a thread of its own."""
+"""``Store.segments.append`` of one segment, in a separate thread."""
 Forget = Callable[[Claim, int, int], Awaitable[None]]
-"""``Store.segments.forget``, in a thread of its own."""
+"""``Store.segments.forget``, in a separate thread."""
 
 
 @dataclass(frozen=True)
 class SegmentSettings:
-    """Lengths of segments, and of what a trajectory may have at a time."""
+    """Lengths of segments, and the budget of partial rollouts."""
 
     tokens: int | None = None
     """Most tokens of a segment (``rollout.segment_tokens``); None for whole responses, which are not recorded."""
@@ -41,7 +41,7 @@ class SegmentSettings:
     budget: Budget | None = None
     """Budget of partial rollouts; None for none."""
     pacing: Pacing = Pacing()
-    """When weights are published."""
+    """Schedule of weight publications."""
 
     @classmethod
     def of(cls, config: Config) -> SegmentSettings:
@@ -56,12 +56,12 @@ class SegmentSampler:
     """Samples the responses of one trajectory.
 
     Args:
-        record: None where nothing is recorded.
+        record: Records a segment; None to record none.
         pace: Limit of a partial rollout; None for none.
-        recorded: What earlier claims of the group have left of it, in order.
-        forget: Called for a trajectory's responses from a number on, which are recorded with another context.
-        counts: ``resumed_tokens``: recorded ones that were taken; ``replay_diverged``: those that were not, since the
-            workflow has asked for them with another context.
+        recorded: Segments of the trajectory from earlier claims, in order.
+        forget: Deletes a trajectory's recorded responses from a number on, whose context differs.
+        counts: ``resumed_tokens``: reused recorded tokens; ``replay_diverged``: discarded ones, because the workflow's
+            context differs.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class SegmentSampler:
         while not segments or segments[-1].finish_reason is None:
             start = sum(len(segment.token_ids) for segment in segments)
             left = min(most - start, self._room(request, segments) - start)
-            if segments and left < 1:  # limits are lower than when it was recorded
+            if segments and left < 1:  # limits were lowered since the recording
                 segments[-1] = replace(segments[-1], finish_reason="length")
                 break
             if self._pace is not None:
@@ -115,12 +115,12 @@ class SegmentSampler:
         return _joined(segments)
 
     def _room(self, request: SampleRequest, segments: Sequence[Segment]) -> int:
-        """Tokens that may follow the context."""
+        """Return the number of tokens that may follow the context."""
         expanded = segments[0].prompt_ids if segments else None
         return self._limits.trajectory - len(request.token_ids if expanded is None else expanded)
 
     async def _replayed(self, request: SampleRequest) -> list[Segment]:
-        """Recorded segments of the response; if they follow another context, they and all later ones are forgotten."""
+        """Return the response's recorded segments; if their context differs, delete them and all later ones."""
         found = [segment for segment in self._recorded if segment.turn == request.turn]
         if not found:
             return []
@@ -140,7 +140,7 @@ class SegmentSampler:
     ) -> Segment:
         tokens = len(completion.token_ids)
         spans = completion.versions or (VersionSpan("default", 0, tokens),)
-        # Less than was asked for is the end of the engine's context.
+        # Fewer tokens than requested: the engine's context is full.
         unfinished = goes_on and completion.finish_reason == "length"
         return Segment(
             self._index,
@@ -165,12 +165,12 @@ class SegmentSampler:
 
 
 def _context(request: SampleRequest) -> str:
-    """Digest of what a response follows: images of one size have the same tokens."""
+    """Return the digest of a response's context, with its images, since images of equal size have equal tokens."""
     return digest_of(request.token_ids, [file_digest(image) for image in request.images])
 
 
 def _continued(request: SampleRequest, segments: Sequence[Segment], max_tokens: int) -> SampleRequest:
-    """Request for the tokens after ``segments``."""
+    """Return the request for the tokens after ``segments``."""
     token_ids = np.concatenate([request.token_ids, *(segment.token_ids for segment in segments)])
     start, routed = len(token_ids) - len(request.token_ids), len(token_ids) - 1
     version = segments[-1].spans[-1].version if start else None
@@ -180,12 +180,12 @@ def _continued(request: SampleRequest, segments: Sequence[Segment], max_tokens: 
         start=start,
         max_tokens=max_tokens,
         routed=routed if start else request.routed,
-        oldest=version if version is not None and version.attempt else None,  # the model's files are of no attempt
+        oldest=version if version is not None and version.attempt else None,  # the model's files have no attempt
     )
 
 
 def _joined(segments: Sequence[Segment]) -> Completion:
-    """The response that segments make."""
+    """Join segments into one response."""
     reason = segments[-1].finish_reason
     assert reason is not None
     spans: list[VersionSpan] = []

@@ -1,4 +1,4 @@
-"""Writes of groups and segments into the store, those that end at about the same time in one transaction."""
+"""Writes of groups and segments into the store, batched into one transaction if they end close together."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class StoreQueue(Generic[T]):
-    """Queue of what is to be written.
+    """Queue of items to write.
 
     Args:
-        write: A write of many, such as ``Store.groups.put_all``, in a thread of its own; False for those that are no
-            longer ours.
+        write: Writes many items, such as ``Store.groups.put_all``, in a separate thread; returns False for each with an
+            outdated claim.
     """
 
     def __init__(self, write: Callable[[Sequence[T]], Awaitable[list[bool]]]) -> None:
@@ -23,10 +23,9 @@ class StoreQueue(Generic[T]):
         self._writing: asyncio.Task[None] | None = None
 
     async def put(self, one: T) -> bool:
-        """Write one, with all others that come while those before are written; False if it is not ours now.
+        """Write one item, batched with others queued during the previous write; return False if its claim is outdated.
 
-        Whoever waits may be cancelled: what was queued is written all the same. Raises what ``write`` raises, for all
-        that were written together.
+        A cancelled caller does not stop the write. Raises the exceptions of ``write``, for the whole batch.
         """
         written: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._queue.append((one, written))
@@ -35,7 +34,7 @@ class StoreQueue(Generic[T]):
         return await written
 
     async def _write_all(self) -> None:
-        """Write until the queue is empty: a task of its own, which ends with nobody who waits."""
+        """Write until the queue is empty, as a separate task that cancelled callers do not end."""
         while self._queue:
             queue, self._queue = self._queue, []
             try:
@@ -48,5 +47,5 @@ class StoreQueue(Generic[T]):
                     raise
                 continue
             for (_, future), ours in zip(queue, results, strict=True):
-                if not future.done():  # else its task was cancelled
+                if not future.done():  # else the caller was cancelled
                     future.set_result(ours)

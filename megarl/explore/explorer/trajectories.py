@@ -1,4 +1,4 @@
-"""One trajectory of a claimed group: its workflow is run, begun again where it failed, and what it gave is scored."""
+"""One trajectory of a claimed group: runs its workflow, retries failures, and scores the result."""
 
 from __future__ import annotations
 
@@ -40,33 +40,33 @@ class TrajectorySettings:
     """Settings of the trajectories of a job."""
 
     retries: int = 0
-    """Times that a trajectory begins again after an error that is neither the policy's nor the verifier's."""
+    """Retries of a trajectory after an error caused by neither the policy nor the verifier."""
     retry_s: float = 0.5
-    """First wait before that, and before samples that an engine failed to give are asked for again; waits double."""
+    """First wait in seconds before a retry of a trajectory or of failed samples; each wait doubles."""
     rewards: RewardConfig = field(default_factory=RewardConfig)
-    """Weights of the form, repetition and language of responses, for rewards that a workflow gives."""
+    """Weights of form, repetition and language, for rewards given by a workflow."""
     wrong_ends: Collection[End] = ()
     """Ends that count as a wrong response (``rollout.wrong_ends``)."""
     timeout_s: float | None = None
-    """Most seconds of a workflow of its own; None for one that has a limit itself."""
+    """Most seconds of a workflow's own work; None for workflows with their own limit."""
     limits: TokenLimits = NO_LIMITS
     """Most tokens of prompts, responses and trajectories."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Settings of the user's own (``rollout.options``)."""
+    """User-defined settings (``rollout.options``)."""
     segments: SegmentSettings = WHOLE_RESPONSES
     """Lengths of segments, and the repetitions that end a response."""
     images: ImageRules | None = None
-    """Rules of images beside the tasks'."""
+    """Rules for images besides the tasks' images."""
 
     @classmethod
     def of(cls, config: Config) -> TrajectorySettings:
-        """Settings of a job. Imports torch and transformers where its messages may have images."""
+        """Settings of a job. Imports torch and transformers if its messages may have images."""
         rollout = config.rollout
         return cls(
             retries=rollout.retries,
             rewards=config.reward,
             wrong_ends=frozenset(map(End, rollout.wrong_ends)),
-            # an agent has rollout.agent_timeout_s, in which it may wait for the engine through its endpoint
+            # agents have rollout.agent_timeout_s, which includes waits for the engine
             timeout_s=None if rollout.workflow == "agent" else rollout.workflow_timeout_s,
             limits=TokenLimits.of(rollout),
             options=rollout.options,
@@ -80,7 +80,7 @@ class TrajectoryRunner:
 
     Args:
         record: Records segments.
-        forget: Forgets the segments of a trajectory that begins again.
+        forget: Deletes the segments of a restarted trajectory.
     """
 
     def __init__(
@@ -102,13 +102,14 @@ class TrajectoryRunner:
 
     @property
     def in_workflow(self) -> int:
-        """Trajectories whose workflow waits neither for the engine nor for the verifier; each has a limit."""
+        """Number of trajectories whose workflow does its own work, not waiting for engine or verifier; each has a time
+        limit."""
         return sum(own.running for own in self._running)
 
     async def run(
         self, group: ClaimedGroup, index: int, gatherer: Gatherer, generated: Callable[[], Awaitable[None]]
     ) -> Trajectory:
-        """Return a trajectory with its reward. ``generated`` is called once no token of it is missing.
+        """Return a trajectory with its reward. ``generated`` is called once all its tokens are sampled.
 
         Raises EngineError and JobError.
         """
@@ -135,7 +136,7 @@ class TrajectoryRunner:
         )
 
     async def _recorded(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> RolloutModel:
-        """Run the workflow until it fails no more, or has been begun again ``retries`` times."""
+        """Run the workflow until it succeeds, or ``retries`` retries have failed."""
         retry, recorded = 0, group.claim.segments.get(index, ())
         while True:
             model = await self._attempt(group, index, gatherer, recorded)
@@ -156,7 +157,7 @@ class TrajectoryRunner:
     async def _attempt(
         self, group: ClaimedGroup, index: int, gatherer: Gatherer, recorded: Sequence[Segment]
     ) -> RolloutModel:
-        """Run the workflow once, on a task of its own: what it changes there, no other trajectory sees."""
+        """Run the workflow once, on a copy of the task, so that its changes do not affect other trajectories."""
         own = OwnTime()
         claim, counts, settings = group.claim, group.clock.counts, self._settings
         kept = self._record, group.pace, counts, recorded, self._forget
@@ -184,7 +185,7 @@ class TrajectoryRunner:
         return model.end.cause in self._settings.wrong_ends and model.record.has_response
 
     def _settled(self, model: RolloutModel, verdict: Verdict, task: Task) -> Verdict:
-        """The verdict of a workflow in the form of a verifier's."""
+        """Convert a workflow's verdict into a verifier's form."""
         if self._is_wrong(model):
             verdict = verdict._replace(reward=Reward(0.0, "wrong"))
         if model.end.given is None or verdict.reward.status in NO_VERDICT:
@@ -212,7 +213,7 @@ class TrajectoryRunner:
 
 
 class _TimedSampler:
-    """A sampler whose time is not the workflow's."""
+    """A sampler that excludes its time from the workflow's own time."""
 
     def __init__(self, sampler: Sampler, own: OwnTime) -> None:
         self._sampler = sampler

@@ -1,4 +1,4 @@
-"""Samples that an explorer has asked engines for."""
+"""Samples that an explorer has in flight."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ log = logging.getLogger(__name__)
 
 
 class SamplesUnderWay:
-    """Counts samples in generation, of which there may be ``capacity`` at once; greedy answers are not counted.
+    """Counts samples in generation, at most ``capacity``; greedy answers are not counted.
 
-    Those of evaluations on engines of their own are counted apart, so that the others are not idle meanwhile.
+    Samples of evaluations on reserved engines are counted separately, so that the other engines do not idle.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -26,12 +26,12 @@ class SamplesUnderWay:
 
     @property
     def total(self) -> int:
-        """Number of all."""
+        """Number of all samples in flight."""
         return self._shared + sum(self._apart.values())
 
     @property
     def free(self) -> int:
-        """Number of samples that may be asked for beside them."""
+        """Number of further samples that may be requested."""
         return self._capacity - self._shared
 
     @property
@@ -40,7 +40,7 @@ class SamplesUnderWay:
         return sum(self._apart.values()) < self._capacity
 
     def begin(self, claims: Sequence[Claim], apart: Collection[str] = ()) -> None:
-        """Count the samples of these groups; ``apart``: rollouts that have engines of their own."""
+        """Count the samples of these groups; ``apart``: rollouts with reserved engines."""
         for claim in claims:
             if claim.rollout_id in apart:
                 self._apart[claim.group_id, claim.token] = claim.num_samples
@@ -48,24 +48,24 @@ class SamplesUnderWay:
                 self._shared += claim.num_samples
 
     def end(self, claim: Claim, samples: int = 1) -> None:
-        """Count so many samples of a group no more."""
+        """Subtract ended ``samples`` of a group."""
         if (key := (claim.group_id, claim.token)) in self._apart:
             self._apart[key] -= samples
         else:
             self._shared -= samples
 
     def suspend(self, samples: int) -> None:
-        """Count so many samples no more: those that wait are in no engine."""
+        """Subtract ``samples`` while they are suspended."""
         self._shared -= samples
 
     def forget(self) -> None:
-        """Count none: all were given up."""
+        """Reset all counts, after all samples were cancelled."""
         self._shared, self._apart = 0, {}
 
     @contextmanager
     def until_passed(self, claims: Sequence[Claim]) -> Iterator[None]:
-        """Let the body end when no engine has the weights of these groups any more: the trainer has given their
-        evaluation up."""
+        """Suppress WeightsPassed in the body: the trainer has cancelled these groups' evaluation, so no engine has its
+        weights."""
         try:
             yield
         except* WeightsPassed as passed:

@@ -1,4 +1,4 @@
-"""One engine that reads published weights from files, and proves that it computes with them."""
+"""One engine that reads published weights from files, and the check that it computes with them."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _MODULUS = 1 << 64
 
 
 class FileFedEngine:
-    """Gives an engine the weights of a version's folder. Its calls block.
+    """Loads the weights of a version's folder into an engine. Its calls block.
 
-    An update that was cut off leaves the engine paused or refusing, so that the next look begins it again.
+    An interrupted update leaves the engine paused or refusing, so the next look retries it.
     """
 
     def __init__(self, control: EngineControl, run_dir: Path) -> None:
@@ -35,15 +35,15 @@ class FileFedEngine:
         self._run_dir = run_dir
 
     def give(self, version: WeightsVersion) -> int | None:
-        """Return the engine's start once it has these weights, proven, and generates; None while it is not there, or
-        the version is not there any more.
+        """Return the engine's start once it has proven these weights and generates; None if the engine is not up, or
+        the version was deleted.
 
-        Raises EngineError, also where the engine computes with other weights; it then refuses requests with the reason.
+        Raises EngineError, also if the engine computes with other weights; it then refuses requests with that reason.
         """
         engine = self._control
         try:
             state = engine.state(ANSWER_S)
-        except EngineError:  # starting, or dead: its supervisor brings another
+        except EngineError:  # starting, or dead and replaced later
             return None
         if state.version == str(version) and state.refusing is None and not state.paused:
             return state.start
@@ -60,14 +60,14 @@ class FileFedEngine:
         return state.start
 
     def _update(self, state: EngineState, version: WeightsVersion) -> None:
-        """Raises EngineError, CheckpointError, WeightsDiffer."""
+        """Load and verify a version. Raises EngineError, CheckpointError, WeightsDiffer."""
         engine, began = self._control, time.monotonic()
         folder = folder_of(self._run_dir, version)
         published = PublishedWeights.read(folder)
         engine.workers("megarl_abandon_update")
         if _attempt(state.version) == version.attempt:
             engine.drain(lambda: False)
-        else:  # what an earlier attempt has asked for is asked for again
+        else:  # requests of an earlier attempt are repeated
             engine.pause("abort")
         engine.workers("megarl_expect_files")
         engine.start()
@@ -90,7 +90,7 @@ class FileFedEngine:
         )
 
     def _is_there(self, start: int) -> bool:
-        """Return True if this start of the server still answers."""
+        """Return True if this start of the server still replies."""
         try:
             return self._control.state(ANSWER_S).start == start
         except EngineError:
@@ -98,7 +98,7 @@ class FileFedEngine:
 
 
 def _attempt(version: str) -> int | None:
-    """Attempt that published what an engine has; None for the model's own files."""
+    """Return the attempt that published an engine's weights; None for the model's files."""
     try:
         return WeightsVersion.parse(version).attempt
     except ValueError:
@@ -106,12 +106,12 @@ def _attempt(version: str) -> int | None:
 
 
 def check_pieces(published: Mapping[str, str], workers: Sequence[Iterable[Sequence[Any]]]) -> None:
-    """Compare what an engine's workers compute with with the trainer's digests.
+    """Compare the weights in an engine's workers with the trainer's digests.
 
     Args:
         published: Logical tensor -> digest in hexadecimal.
-        workers: (logical tensor, [from, to] of each axis, digest in hexadecimal) of each piece that a worker holds.
-            Pieces of several workers are the same elements or have none in common.
+        workers: (logical tensor, [from, to] of each axis, digest in hexadecimal) of each piece of a worker. Pieces of
+            different workers are identical or disjoint.
 
     Raises:
         WeightsDiffer: with the names of the tensors.

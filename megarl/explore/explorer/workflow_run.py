@@ -1,4 +1,4 @@
-"""One run of a workflow: the time that it takes of its own, its exceptions, and its end."""
+"""One run of a workflow: its own time, its exceptions, and its end."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megarl.explore.recording.recorded_values import NoRoom
 from megarl.explore.workflows.types import Workflow
 
 CANCEL_S = 5.0
-"""Seconds that a workflow gets to close what it holds once it is cancelled; after that nobody waits for it."""
+"""Grace period in seconds of a cancelled workflow to free its resources."""
 SHORTEST_WAIT_S = 0.05
-"""Shortest time between two looks at the clock of a workflow."""
+"""Shortest time between two checks of a workflow's own time."""
 
 
 class OwnTime:
-    """Seconds in which a workflow has waited neither for the engine nor for the verifier."""
+    """A workflow's own time in seconds, without waits for the engine and the verifier."""
 
     def __init__(self) -> None:
         self._waits = 0
@@ -30,7 +30,7 @@ class OwnTime:
 
     @property
     def running(self) -> bool:
-        """True while the workflow is at work of its own."""
+        """True while the workflow does its own work."""
         return not self._waits and not self.ended
 
     @property
@@ -40,7 +40,7 @@ class OwnTime:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within, the time is not the workflow's. Raises RuntimeError for a workflow that goes on after its end."""
+        """Exclude the body's time from the workflow's own time. Raises RuntimeError after the workflow's end."""
         if self.ended:
             raise RuntimeError("the trajectory has ended")
         self._spent_s = self.seconds
@@ -55,12 +55,12 @@ class OwnTime:
 async def run_workflow(
     workflow: Workflow, task: Task, model: RolloutModel, own: OwnTime, timeout_s: float | None
 ) -> None:
-    """Run a workflow; whatever it raises, or an end that it does not come to, costs its trajectory the verdict.
+    """Run a workflow; if it raises or times out, its trajectory gets no verdict.
 
     Args:
-        timeout_s: Most seconds of its own; None for a workflow that has a limit itself.
+        timeout_s: Most seconds of its own work; None for workflows with their own limit.
 
-    Raises EngineError and JobError, which are not the workflow's.
+    Raises EngineError and JobError, for which the workflow is not responsible.
     """
     try:
         await _run(workflow, task, model, own, timeout_s)
@@ -101,14 +101,15 @@ def _settle(model: RolloutModel, error: BaseException | None) -> None:
         model.fail(describe(error))
     record, cause = model.record, model.end.cause
     if record.unread and (cause is None or cause.by_policy):
-        # what has come first is what is short
+        # the earliest cause of a short trajectory counts
         model.fail(f"the workflow has not waited for {record.unread} of its responses", End.ABANDONED)
     elif not record.has_response and cause is None:
         model.fail("the workflow ended without a response of the model")
 
 
 async def _contained(workflow: Workflow, task: Task, model: RolloutModel) -> BaseException | None:
-    """Return what a workflow raises: SystemExit would end the event loop, CancelledError pass for a cancellation."""
+    """Run a workflow and return its exception: a raised SystemExit would end the event loop, a CancelledError would
+    look like a cancellation."""
     try:
         await workflow(task, model)
     except asyncio.CancelledError as error:

@@ -1,1 +1,1 @@
-"""The rollout model as a workflow sees it: it samples, and records the turns of a trajectory."""
+"""The rollout model for workflows: it samples, and records the turns of a trajectory."""

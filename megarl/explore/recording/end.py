@@ -1,4 +1,4 @@
-"""End of a trajectory and the reward that its workflow gives it."""
+"""End of a trajectory and the reward given by its workflow."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from megarl.rewards.verdict import MAX_REASON
 
 
 class RecordedEnd:
-    """End of one trajectory, and its verdict where the workflow gives one."""
+    """End of one trajectory, and its verdict if the workflow gives one."""
 
     def __init__(self) -> None:
         self.cause: End | None = None
-        """End that the workflow has named, or that the limit has made."""
+        """End named by the workflow or caused by a limit."""
         self.given: Verdict | None = None
-        """Reward that the workflow has given, or that it has none."""
+        """Verdict given by the workflow."""
         self._closed = False
 
     def close(self) -> None:
-        """Take nothing any more, of tasks that a workflow has left behind: the verdict would not have seen it."""
+        """Refuse further turns, from tasks that a workflow left running: the verdict would not include them."""
         self._closed = True
 
     def check_open(self) -> None:
@@ -31,26 +31,26 @@ class RecordedEnd:
             raise RuntimeError("the trajectory has ended")
 
     def finish(self, reward: Reward) -> None:
-        """Keep a reward of the workflow's own. Raises ValueError after ``fail``."""
+        """Record the workflow's reward. Raises ValueError after ``fail``."""
         self.check_open()
         if self.cause is not None and not self.cause.by_policy:
             raise ValueError(f"finish after fail: the trajectory has ended as {self.cause}, which has no reward")
         self.given = Verdict(recorded_reward(reward), verifier="workflow")
 
     def truncate(self) -> None:
-        """Name the end ``truncated``. A trajectory that has failed stays failed: an end by the policy would not begin
-        again, and could be trained."""
+        """Name the end ``truncated``. A failed trajectory stays failed: truncation would prevent its retry and allow
+        training on it."""
         self.check_open()
         if self.cause is None or self.cause.by_policy:
             self.cause = End.TRUNCATED
 
     def go_on(self) -> None:
-        """Forget the end ``truncated``: the workflow has gone on from another context."""
+        """Clear the end ``truncated``: the workflow has continued from another context."""
         if self.cause is End.TRUNCATED:
             self.cause = None
 
     def fail(self, reason: str, cause: End) -> None:
-        """Keep that there is no verdict: the status is ``error``."""
+        """Record that there is no verdict: the status is ``error``."""
         self.check_open()
         assert not cause.by_policy, "a trajectory that the policy ended has a reward"
         self.cause = cause

@@ -16,7 +16,7 @@ from megarl.tasks.images.rows import MAX_ROW_BYTES
 from megarl.tasks.templates.tokenizer import PROCESSOR
 
 OF_TEXT = ("single_turn", "reflect", "best_of_n", "tools")
-"""Workflows whose messages have no images beside the task's."""
+"""Workflows without images besides the task's."""
 
 
 class Expander(Protocol):
@@ -36,16 +36,16 @@ class ImageRules:
 
     processor: Expander
     images: int
-    """Most images (``rollout.max_images``)."""
+    """Most images of a line (``rollout.max_images``)."""
     patches: float = math.inf
-    """Most patches of them together (``trainer.max_patches_per_micro_batch``)."""
+    """Most patches of all its images together (``trainer.max_patches_per_micro_batch``)."""
     nbytes: int = MAX_ROW_BYTES
-    """Most bytes of their files together: each call to an engine carries them."""
+    """Most bytes of all its image files together, since each engine call includes them."""
 
     @classmethod
     def of(cls, config: Config) -> ImageRules | None:
-        """Rules of a job; None where its workflow writes no messages with images, or the model shows none. Imports
-        torch and transformers where there are some."""
+        """Return a job's rules; None if its workflow writes no images or its model takes none. Otherwise imports torch
+        and transformers."""
         model, writes = config.model, config.rollout.workflow not in OF_TEXT
         if not writes or not any((Path(model.path) / name).is_file() for name in PROCESSOR):
             return None
@@ -59,10 +59,10 @@ class ImageRules:
 class RecordedImages:
     """Images of one trajectory.
 
-    An engine is given a turn's tokens as they were rendered, one placeholder for each image, and expands them.
+    An engine gets a turn's tokens as rendered, with one placeholder for each image, and expands them.
 
     Args:
-        rules: None where only a task's own images are shown: their number of tokens is then what engines say.
+        rules: None if only tasks have images; engines then return the number of their tokens.
     """
 
     def __init__(self, rules: ImageRules | None) -> None:
@@ -72,12 +72,12 @@ class RecordedImages:
         """Index of a turn with images -> its tokens as they were rendered."""
 
     def expanded(self, ids: np.ndarray, images: Sequence[bytes]) -> np.ndarray:
-        """int32 [T] with as many placeholders for each image as it has vectors. Raises DataError where they do not fit
-        together, or the model's processor refuses an image."""
+        """Return int32 [T] with a placeholder for each vector of each image. Raises DataError if images and
+        placeholders do not match, or the model's processor refuses an image."""
         return ids if self._rules is None else self._rules.processor.expand(ids, images)
 
     def put(self, turn: int, ids: np.ndarray, images: Sequence[bytes]) -> tuple[str, ...]:
-        """Keep the images of a turn, and its tokens as they were rendered; return the images' digests."""
+        """Record the images of a turn and its rendered tokens; return the images' digests."""
         if not images:
             return ()
         digests = tuple(file_digest(image) for image in images)
@@ -90,16 +90,16 @@ class RecordedImages:
         return tuple(self._files[digest] for i in line for digest in turns[i].images)
 
     def context(self, line: Sequence[int], turns: Sequence[Turn]) -> np.ndarray:
-        """int32 [T]; a line of turns as an engine is given it beside its images."""
+        """Return int32 [T]: a line of turns as sent to an engine with its images."""
         return np.concatenate([self._rendered.get(i, turns[i].token_ids) for i in line])
 
     def unexpanded(self, line: Sequence[int], turns: Sequence[Turn]) -> int | None:
-        """The turn whose images' number of tokens is not known yet; None for none. Only a task's own can be one."""
+        """Return the turn whose images' number of tokens is not yet known, always a task's prompt; None without one."""
         return next((i for i in line if i in self._rendered and turns[i].token_ids is self._rendered[i]), None)
 
     def has_room(self, images: Sequence[bytes], line: Sequence[int], turns: Sequence[Turn]) -> bool:
-        """Return True if images may follow a line of turns: within the limits, and the model has written no placeholder
-        itself, which an engine would take for the first of them. Raises ValueError where a model shows none."""
+        """Return True if images may follow a line of turns: within the limits, and the model has written no
+        placeholder, which an engine would take for an image. Raises ValueError if the model takes no images."""
         if not images:
             return True
         if self._rules is None:
@@ -113,7 +113,7 @@ class RecordedImages:
         return len(files) <= rules.images and sum(map(len, files)) <= rules.nbytes and sum(patches) <= rules.patches
 
     def beside(self, of_task: Iterable[bytes], turns: Sequence[Turn]) -> dict[str, bytes]:
-        """Digest -> file of the images of some turns that are none of the task's."""
+        """Return digest -> file of the turns' images that are not the task's."""
         shown = {digest for turn in turns for digest in turn.images}
         own = {file_digest(file) for file in of_task} if shown else set()
         return {digest: self._files[digest] for digest in sorted(shown - own)}

@@ -1,4 +1,4 @@
-"""Lengths that the turns of a trajectory may have."""
+"""Length limits of the turns of a trajectory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.schema import RolloutConfig
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """Most tokens; ``sys.maxsize`` for no limit."""
+    """Token limits; ``sys.maxsize`` for no limit."""
 
     prompt: int = sys.maxsize
     """Tokens of a prompt (``rollout.max_prompt_tokens``)."""
@@ -22,5 +22,5 @@ class TokenLimits:
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> TokenLimits:
-        """Limits that the settings name."""
+        """Return the limits of the settings."""
         return cls(prompt_tokens(rollout), rollout.max_response_tokens, context_tokens(rollout))

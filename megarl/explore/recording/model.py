@@ -1,4 +1,4 @@
-"""The rollout model in one trajectory, as a workflow sees it."""
+"""The rollout model of one trajectory, for workflows."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from megarl.tasks.templates.turns import exceeds, messages_of, render_turns, tur
 from megarl.tasks.tools import ToolCall
 
 ROLES: dict[Author, str] = {"environment": "user"}
-"""Authors whose messages chat templates know under another role."""
+"""Author -> role of its messages in chat templates, if different."""
 
 
 IMAGE_LIMITS = "rollout.max_images, trainer.max_patches_per_micro_batch or 32 MiB allow"
@@ -57,14 +57,14 @@ class RenderedPrompt:
     """int32 [P], with one placeholder for each image."""
     images: tuple[bytes, ...]
     in_thinking: bool
-    """It ends inside a thought."""
+    """True if it ends inside a thought."""
 
     @classmethod
     def of(cls, task: Task, tokenizer: ChatTokenizer, most: int = sys.maxsize) -> RenderedPrompt:
         """Render a task by the chat template.
 
-        Raises ValueError for a long text of more than ``most`` tokens (``rollout.max_prompt_tokens``), of which no more
-        is tokenised than shows that.
+        Raises ValueError if the text exceeds ``most`` tokens (``rollout.max_prompt_tokens``), without tokenising the
+        rest.
         """
         text = tokenizer.render(chat_messages(task), task.chat_template_kwargs)
         if exceeds(tokenizer, text, most):
@@ -75,7 +75,7 @@ class RenderedPrompt:
 
 
 class AskVerifier(Protocol):
-    """Verdict of a text; ``by``: data source of another verifier than the task's."""
+    """Return the verdict of a text; ``by``: data source of a verifier other than the task's."""
 
     async def __call__(self, text: str, in_thinking: bool, by: str | None) -> Verdict: ...
 
@@ -84,16 +84,16 @@ NO_LIMITS, NO_OPTIONS = TokenLimits(), MappingProxyType[str, Any]({})
 
 
 class RolloutModel:
-    """The rollout model in one trajectory, as a workflow acts with it. The turns are kept in ``record``, the end in
-    ``end``, so a workflow returns nothing.
+    """Interface of a workflow to the rollout model, for one trajectory. Turns are recorded in ``record``, the end in
+    ``end``; a workflow returns nothing.
 
     Args:
-        claim: The group's; its version is that of engines which name none.
-        index: Of the trajectory in the group.
-        seed: The group's.
-        judge: Verdict of a text, which may begin inside a thought, by the verifier of its task or one that is named.
+        claim: The group's claim; its version is assumed for engines that name none.
+        index: Index of the trajectory in the group.
+        seed: Seed of the group.
+        judge: Returns the verdict of a text, which may begin inside a thought, by the task's verifier or a named one.
         options: ``rollout.options``.
-        images: Rules of images beside the task's; None where messages have none.
+        images: Rules for images besides the task's; None if messages have none.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class RolloutModel:
         self.record = RecordedTurns(self.end, tokenizer.largest_id, limits.trajectory, images)
         self.limits = limits
         self.options = deepcopy(dict(options))
-        """Settings of the user's own (``rollout.options``), a copy for this trajectory."""
+        """User-defined settings (``rollout.options``), copied for this trajectory."""
         self._claim = claim
         self._index = index
         self._prompt = prompt
@@ -122,18 +122,18 @@ class RolloutModel:
         self._tokenizer = tokenizer
         self._judge = judge
         self._verdicts: dict[int, Verdict] = {}
-        """By the index of the turn."""
+        """Index of a turn -> its verdict."""
         self._asked = 0
-        """Samples that were asked for."""
+        """Number of requested samples."""
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """Turns so far; an index stays what it is."""
+        """Turns so far; indices do not change."""
         return self.record.turns
 
     @property
     def room(self) -> int:
-        """Tokens that the last line of turns may still get (``rollout.max_trajectory_tokens``)."""
+        """Tokens left in the last line of turns (``rollout.max_trajectory_tokens``)."""
         return self.record.room_after(-1)
 
     @property
@@ -143,24 +143,24 @@ class RolloutModel:
 
     @property
     def seed(self) -> int:
-        """Seed for what is random in the trajectory beside its samples, the same when it begins again. Where sampling
-        has none, as in a greedy evaluation, it is the task's: every evaluation meets the same episodes."""
+        """Seed for the trajectory's randomness besides sampling, unchanged by retries. Without a sampling seed, as in
+        greedy evaluations, it depends only on the task, so every evaluation gets the same episodes."""
         return episode_seed(self.group_seed, self._index)
 
     @property
     def group_seed(self) -> int:
-        """Seed for what all trajectories of the group have in common."""
+        """Seed for randomness shared by all trajectories of the group."""
         return zlib.crc32(self._claim.task.task_id.encode()) if self._seed is None else self._seed
 
     def ask(self, task: Task, observation: str | None = None, images: Sequence[bytes] = ()) -> Turn:
         """Add the task's prompt, rendered by the chat template, with its images.
 
         Args:
-            observation: Text that follows the prompt: in its last message where that is a user's, else as one.
-            images: Files of its images, placed as of ``add``.
+            observation: Text after the prompt: appended to its last message if that is a user's, else a new message.
+            images: Files of its images, placed as in ``add``.
 
-        Raises ValueError where the prompt is then longer than ``rollout.max_prompt_tokens``, or the images have no room
-        or do not fit the observation.
+        Raises ValueError if the prompt is then longer than ``rollout.max_prompt_tokens``, or the images have no room or
+        do not match the observation.
         """
         if self.turns:
             raise ValueError("a trajectory begins with the task of its group, which has been asked already")
@@ -177,13 +177,13 @@ class RolloutModel:
         return self.record.add("user", prompt.token_ids, prompt.images, -1, prompt.in_thinking)
 
     def begin(self, token_ids: np.ndarray, *, images: Sequence[bytes] = (), in_thinking: bool = False) -> Turn:
-        """Add a rendered prompt, int32 [T], that follows no turn: a context that was rewritten, or a sub-agent's.
+        """Add a rendered prompt, int32 [T], that follows no turn: a rewritten context, or a sub-agent's prompt.
 
         Args:
             images: Files, one for each placeholder among the tokens.
-            in_thinking: It ends inside a thought.
+            in_thinking: True if it ends inside a thought.
 
-        Raises DataError where images and placeholders do not fit together.
+        Raises DataError if images and placeholders do not match.
         """
         return self.record.begin(token_ids, images, in_thinking)
 
@@ -196,27 +196,26 @@ class RolloutModel:
         after: int = -1,
         in_thinking: bool = False,
     ) -> Turn:
-        """Add a turn of another author, int32 [T], with all that the chat template puts around it.
+        """Add a turn of another author, int32 [T], including the chat template's text around it.
 
         Args:
-            images: As of ``begin``.
+            images: As in ``begin``.
             after: Index of the turn that it follows, -1 for the last one.
-            in_thinking: As of ``begin``.
+            in_thinking: As in ``begin``.
 
         Raises as ``begin``.
         """
         return self.record.write(author, token_ids, images, after, in_thinking)
 
     def add(self, author: Author, *texts: str, role: str | None = None, images: Sequence[bytes] = ()) -> Turn | None:
-        """Add a message after the model's turn, or several, rendered by the chat template up to where the model goes
-        on.
+        """Add a message after the model's turn, or several, rendered by the chat template up to the model's next turn.
 
         Args:
-            role: Of the messages in the chat template, where it is not the author's.
-            images: Files, one for each ``<image>`` in the texts; before the first text where none has an ``<image>``.
+            role: Role of the messages in the chat template, if not the author's.
+            images: Files, one for each ``<image>`` in the texts; placed before the first text if no text has one.
 
-        None, adding nothing, where it leaves no room for a token of the model, or images have none. Raises DataError
-        where the template has no place for such a message, ValueError where the images do not fit the texts.
+        Returns None and adds no turn if no room is left for a token of the model or for the images. Raises DataError if
+        the template cannot render the message, ValueError if images and texts do not match.
         """
         assert self.turns[-1].author == "model", "a message follows a response"
         if not self.record.takes_images(images, -1):
@@ -233,37 +232,37 @@ class RolloutModel:
         return None
 
     def text(self, turn: Turn) -> str:
-        """Text of a turn without special tokens."""
+        """Return the text of a turn without special tokens."""
         return self._tokenizer.decode(turn.token_ids)
 
     def written(self, turn: Turn) -> str:
-        """Text of a turn of the model with the ``<think>`` that its prompt ended with, as reward functions get it."""
+        """Return the text of a model's turn for reward functions, with a ``<think>`` from the end of its prompt."""
         return as_written(self.text(turn), self.record.begins_in_thinking(turn))
 
     def rate(self, turn: Turn, reward: float) -> None:
-        """Keep the reward of one turn of the model, beside that of the trajectory. Raises ValueError unless it is a
-        finite number, and the turn one of this trajectory's."""
+        """Record the reward of one turn of the model, in addition to the trajectory's. Raises ValueError unless it is
+        finite and the turn belongs to this trajectory."""
         self.record.rate(turn, reward)
 
     def keep(self, turn: Turn) -> None:
-        """Keep a turn of the model and those that it follows. Others are neither recorded nor trained. Raises
-        ValueError unless the turn is one of this trajectory's."""
+        """Keep only a turn of the model and its context; other turns are neither recorded nor trained. Raises
+        ValueError unless the turn belongs to this trajectory."""
         self.record.keep(turn)
 
     def finish(self, reward: Reward) -> None:
-        """Give the trajectory this reward; the verifier is not asked. Raises ValueError after ``fail``."""
+        """Give the trajectory this reward, without the verifier. Raises ValueError after ``fail``."""
         self.end.finish(reward)
 
     def truncate(self) -> None:
-        """End the trajectory for want of room; the reward is that of its last response. One that has failed stays
-        failed."""
+        """End the trajectory for lack of room; its last response gets the reward. A failed trajectory stays failed."""
         self.end.truncate()
 
     def fail(self, reason: str, cause: End = End.WORKFLOW_ERROR) -> None:
-        """Give the trajectory no verdict: the status is ``error``. It begins again ``rollout.retries`` times."""
+        """Give the trajectory no verdict: the status is ``error``. The trajectory is retried ``rollout.retries``
+        times."""
         self.end.check_open()
         if not self.turns:
-            self.record.add_bare(self._prompt.token_ids)  # of no use but to be looked at
+            self.record.add_bare(self._prompt.token_ids)  # only for inspection
         self.end.fail(reason, cause)
 
     def count_tokens(self, text: str) -> int:
@@ -280,10 +279,10 @@ class RolloutModel:
         return calls
 
     async def verify(self, by: str | None = None, *, of: Turn | None = None) -> Reward:
-        """Reward of the model's last turn, as the trajectory would get it.
+        """Return the reward that the trajectory would get for the model's last turn.
 
         Args:
-            by: Another data source, whose verifier is asked instead; the trajectory's own reward stays to be found.
+            by: Data source of a verifier to use instead; does not set the trajectory's reward.
             of: Another turn of the model.
         """
         if by is not None:
@@ -292,7 +291,7 @@ class RolloutModel:
         return (await self.verdict(of)).reward
 
     async def verdict(self, of: Turn | None = None) -> Verdict:
-        """Verdict of the model's last turn, or of another, asked for once."""
+        """Return the verdict of the model's last turn, or of another; each is requested once."""
         if self.end.given is not None and of is None:
             return self.end.given
         turn = self.record.last_of_model() if of is None else of
@@ -304,7 +303,7 @@ class RolloutModel:
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
         """Sample a turn of the model from the turns up to ``after`` (-1: the last one), and add it.
 
-        ``max_tokens``: where fewer than ``rollout.max_response_tokens``. Raises EngineError, PromptRefused.
+        ``max_tokens``: lower limit than ``rollout.max_response_tokens``. Raises EngineError, PromptRefused.
         """
         assert self.turns, "nothing has been asked"
         max_tokens = recorded_limit(max_tokens)
@@ -338,8 +337,8 @@ def _too_long(most: int) -> ValueError:
 
 
 def observed(task: Task, observation: str, images: Sequence[bytes] = ()) -> Task:
-    """A task whose prompt goes on with an observation. Raises ValueError where that has another number of ``<image>``
-    than ``images``."""
+    """Return a task with an observation appended to its prompt. Raises ValueError unless it has one ``<image>`` for
+    each of ``images``."""
     if task.images and not images and PLACEHOLDER in observation:
         raise ValueError(f"a first observation has {PLACEHOLDER!r}, which stands for an image of the task")
     if images and not task.images and any(PLACEHOLDER in str(message.get("content")) for message in task.prompt):
@@ -355,12 +354,13 @@ def observed(task: Task, observation: str, images: Sequence[bytes] = ()) -> Task
 
 
 def episode_seed(group_seed: int, index: int) -> int:
-    """Seed for what is random in one trajectory beside its samples. Samples of later turns have longer sequences."""
+    """Return the seed for one trajectory's randomness besides sampling. Seeds of later turns' samples come from longer
+    sequences."""
     return int(np.random.SeedSequence([group_seed, index - GREEDY]).generate_state(1)[0])
 
 
 def _model_turn(completion: Completion, asked: WeightsVersion) -> Turn:
-    """A completion as a turn; an engine that names no weights ran with those that the rollout was asked for."""
+    """Convert a completion into a turn; without versions, the rollout's weights are assumed."""
     spans = completion.versions or [("default", 0, len(completion.token_ids))]
     return Turn(
         "model",

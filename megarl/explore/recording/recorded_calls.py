@@ -15,14 +15,15 @@ from megarl.tasks.tools import FORMATS, ToolCall, written_by
 def calls_of(
     tokenizer: ChatTokenizer, turn: Turn, in_thinking: bool, form: str | None, tools: Iterable[Mapping[str, Any]]
 ) -> tuple[str, list[ToolCall]]:
-    """Text of a turn around its tool calls, thought included, and the calls. A call inside the thought is text.
+    """Return a turn's text around its tool calls, including the thought, and the calls. A call inside the thought is
+    text.
 
     Args:
         in_thinking: The turn begins inside a thought.
-        form: One of ``FORMATS``; None for that of the chat template.
+        form: One of ``FORMATS``; None for the chat template's.
         tools: JSON schemas of the tools, which give arguments their types.
 
-    Raises DataError where the chat template has no form of calls that is known.
+    Raises DataError if the chat template's format of calls is unknown.
     """
     found = written_by(tokenizer.template) if form is None else FORMATS[form]
     if found is None:

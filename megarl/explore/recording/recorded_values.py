@@ -1,4 +1,4 @@
-"""Checks of what workflows record: what the store or an engine would refuse costs one trajectory, not the explorer."""
+"""Checks of values recorded by workflows: an invalid value fails one trajectory, not the explorer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LARGEST_LIMIT = 2**31 - 1
 
 
 def recorded_ids(author: Author, token_ids: Sequence[int] | np.ndarray, largest: int) -> np.ndarray:
-    """Copy of the token ids of a turn, int32 [T]. Raises TypeError or ValueError unless they are ids of tokens."""
+    """Return a copy of a turn's token ids, int32 [T]. Raises TypeError or ValueError for invalid ids."""
     if author == "model" or author not in get_args(Author):
         others = ", ".join(name for name in get_args(Author) if name != "model")
         raise ValueError(f"a turn that a workflow writes has one of the authors {others}, got {author!r:.60}")
@@ -31,7 +31,8 @@ def recorded_ids(author: Author, token_ids: Sequence[int] | np.ndarray, largest:
 
 
 def recorded_reward(reward: Reward) -> Reward:
-    """A workflow's reward in plain floats. Raises TypeError or ValueError for what the store cannot keep."""
+    """Return a workflow's reward with plain floats. Raises TypeError or ValueError for values that the store cannot
+    keep."""
     if not isinstance(reward, Reward):
         raise TypeError(f"finish takes a Reward(score, status, parts), got {reward!r:.60}")
     if reward.status not in NO_VERDICT and not math.isfinite(reward.score):
@@ -48,11 +49,11 @@ def recorded_reward(reward: Reward) -> Reward:
 
 
 class NoRoom(Exception):
-    """A response was asked for after turns of the model that have used up the trajectory's room."""
+    """A response was requested when the model's turns had used up the trajectory's room."""
 
 
 def recorded_limit(max_tokens: Any) -> int | None:
-    """Most tokens of a response as a plain integer. Raises ValueError for what an engine would refuse."""
+    """Return the most tokens of a response as an int. Raises ValueError for values that an engine would refuse."""
     if max_tokens is None:
         return None
     if not isinstance(max_tokens, Integral) or max_tokens < 1:

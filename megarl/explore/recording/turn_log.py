@@ -1,4 +1,4 @@
-"""Turns of one trajectory while it is made, several of which may be under way at once."""
+"""Turns of a running trajectory; several may be in flight."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ from megarl.core.schema import Turn, line_of_turns
 
 
 class TurnLog:
-    """Turns by an index that stays: they are listed in the order in which they ended.
+    """Turns by a fixed index, in the order in which they ended.
 
-    ``ordered`` has them in the order in which they were begun, which does not depend on time.
+    ``ordered`` returns them in the order in which they began, which does not depend on time.
     """
 
     def __init__(self) -> None:
         self.turns: list[Turn] = []
         self._begun = 0
         self._numbers: list[int] = []
-        """Number of each turn in the order in which they were begun."""
+        """Number of each turn in the order of begins."""
         self._dropped: set[int] = set()
-        """Turns that are not listed at the end, by their index."""
+        """Indices of turns left out of the result."""
         self._lengths: list[int] = []
         """Tokens of the line of turns up to each turn, its own included."""
         self._context: tuple[int, np.ndarray] = -1, np.empty(0, np.int32)
-        """The turn that ``tokens`` was last asked for, and the result."""
+        """Last argument and result of ``tokens``."""
 
     def begin(self) -> int:
-        """Number of a turn that begins now."""
+        """Return the number of a turn that begins now."""
         self._begun += 1
         return self._begun - 1
 
     def add(self, turn: Turn, follows: int, number: int | None = None) -> Turn:
-        """Add a turn. ``number``: that of ``begin``; None for one that begins and ends now."""
+        """Add a turn. ``number``: result of ``begin``; None for a turn that begins and ends now."""
         turn = replace(turn, follows=follows)
         self._numbers.append(self.begin() if number is None else number)
         self._lengths.append(len(turn) + (self._lengths[follows] if follows >= 0 else 0))
@@ -42,7 +42,7 @@ class TurnLog:
         return turn
 
     def ordered(self, rewards: Mapping[int, float]) -> tuple[Turn, ...]:
-        """Turns in the order in which they were begun: that of requests and their choices, whichever ended first.
+        """Return the turns in the order in which they began: of requests and their choices, independent of their ends.
 
         ``rewards``: index of a turn -> its own reward.
         """
@@ -52,29 +52,29 @@ class TurnLog:
         return tuple(replace(self.turns[i], follows=place[self.turns[i].follows], reward=rewards.get(i)) for i in order)
 
     def last_of_model(self) -> Turn:
-        """The model's turn that was begun last."""
+        """Return the model's turn that began last."""
         found = ((n, i) for i, n in enumerate(self._numbers) if i not in self._dropped)
         return self.turns[max((n, i) for n, i in found if self.turns[i].author == "model")[1]]
 
     def keep_line(self, last: int) -> None:
-        """Drop all turns so far but those up to a turn."""
+        """Drop all turns so far except the line up to ``last``."""
         self._dropped |= set(range(len(self.turns))) - set(self.line(last))
 
     def line(self, last: int) -> list[int]:
-        """Indices of the turns up to a turn, from the one that follows nothing."""
+        """Return the indices of the turns up to a turn, from the first."""
         return line_of_turns(self.turns, last)
 
     def routed(self, line: Sequence[int]) -> int:
-        """Tokens of a line of turns that have expert ids."""
+        """Return the number of a line's tokens with expert ids."""
         found = (self.turns[i].routing for i in line)
         return sum(len(routing) for routing in found if routing is not None)
 
     def length(self, last: int) -> int:
-        """Tokens up to a turn."""
+        """Return the number of tokens up to a turn."""
         return self._lengths[last]
 
     def tokens(self, last: int) -> np.ndarray:
-        """int32 [T]; tokens up to a turn. What the last call returned is not put together again."""
+        """Return int32 [T]: the tokens up to a turn. Reuses the last result."""
         turn, parts = last, list[np.ndarray]()
         while turn >= 0 and turn != self._context[0]:
             parts.append(self.turns[turn].token_ids)

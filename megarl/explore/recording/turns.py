@@ -1,4 +1,4 @@
-"""Turns of a trajectory, as they are recorded."""
+"""Recorded turns of a trajectory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from megarl.explore.recording.turn_log import TurnLog
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """Turns that a response follows, as an engine is given them."""
+    """Context of a response, as sent to an engine."""
 
     number: int
-    """Number of the response in the order in which turns were begun."""
+    """Number of the response in the order in which turns began."""
     line: Sequence[int]
-    """Indices of the turns, from the one that follows nothing."""
+    """Indices of the turns, from the first."""
     token_ids: np.ndarray
     """int32 [T], with one placeholder for each image."""
     images: tuple[bytes, ...]
@@ -36,10 +36,10 @@ class RecordedTurns:
     """Turns of one trajectory.
 
     Args:
-        end: The trajectory's; once it is closed, no turn is added.
+        end: End of the trajectory; once closed, no turn is added.
         largest_id: Largest id of a token.
         limit: Most tokens of a line of turns.
-        images: Rules of images beside the task's.
+        images: Rules for images besides the task's.
     """
 
     def __init__(self, end: RecordedEnd, largest_id: int, limit: int, images: ImageRules | None = None) -> None:
@@ -53,21 +53,21 @@ class RecordedTurns:
         self._rewards: dict[int, float] = {}
         """Index of a turn -> its own reward."""
         self._calls: dict[int, int] = {}
-        """Id of a turn that was read for tool calls -> their number."""
+        """Id of a turn parsed for tool calls -> their number."""
         self.unread = 0
-        """Responses that were begun and have neither come nor been refused."""
+        """Number of responses in flight."""
 
     @property
     def turns(self) -> Sequence[Turn]:
-        """Turns so far; an index stays what it is."""
+        """Turns so far; indices do not change."""
         return self._log.turns
 
     def ordered(self) -> tuple[Turn, ...]:
-        """Turns in the order in which they were begun, with their own rewards."""
+        """Return the turns in the order in which they began, with their rewards."""
         return self._log.ordered(self._rewards)
 
     def rate(self, turn: Turn, reward: float) -> None:
-        """Keep the reward of one turn of the model. Raises ValueError unless it is a finite number."""
+        """Record the reward of one turn of the model. Raises ValueError unless it is a finite number."""
         self._end.check_open()
         if not isinstance(reward, Real) or not math.isfinite(reward):
             raise ValueError(f"the reward of a turn must be a finite number, got {reward!r:.60}")
@@ -79,16 +79,16 @@ class RecordedTurns:
 
     @property
     def num_tool_calls(self) -> int | None:
-        """Tool calls of all turns; None where no turn was read for calls."""
+        """Tool calls of all turns; None if no turn was parsed for calls."""
         return sum(self._calls.get(id(turn), 0) for turn in self.turns) if self._calls else None
 
     def keep(self, turn: Turn) -> None:
-        """Drop all turns so far but one of the model and those that it follows."""
+        """Drop all turns so far except a model's turn and its context."""
         self._end.check_open()
         self._log.keep_line(self.index_of(turn, "keep"))
 
     def index_of(self, turn: Turn, method: str) -> int:
-        """Index of a turn of the model. Raises ValueError, which names ``method``, for another one."""
+        """Return the index of a model's turn. Raises ValueError, naming ``method``, for any other turn."""
         found = [i for i, one in enumerate(self.turns) if one is turn and one.author == "model"]
         if not found:
             raise ValueError(f"{method} takes a turn that generate has returned in this trajectory")
@@ -104,47 +104,48 @@ class RecordedTurns:
         return turn.follows in self._in_thinking
 
     def begin(self, token_ids: np.ndarray, images: Sequence[bytes], in_thinking: bool) -> Turn:
-        """Add a prompt of a workflow, whose token ids are checked, that follows no turn."""
+        """Add a workflow's prompt that follows no turn; its token ids are checked."""
         return self.add("user", recorded_ids("user", token_ids, self._largest_id), images, -1, in_thinking)
 
     def write(
         self, author: Author, token_ids: np.ndarray, images: Sequence[bytes], after: int, in_thinking: bool
     ) -> Turn:
-        """Add a turn of a workflow, whose token ids are checked. ``after``: -1 for the last turn."""
+        """Add a workflow's turn; its token ids are checked. ``after``: -1 for the last turn."""
         if not self.turns:
             raise ValueError("a turn follows a prompt; ask or begin first")
         ids = recorded_ids(author, token_ids, self._largest_id)
         return self.add(author, ids, images, self._after(after), in_thinking)
 
     def length_of(self, token_ids: np.ndarray, images: Sequence[bytes]) -> int:
-        """Number of tokens of a message with its images. Raises DataError as ``begin``."""
+        """Return the number of tokens of a message with its images. Raises DataError as ``begin``."""
         return len(self._images.expanded(token_ids, images))
 
     def takes_images(self, images: Sequence[bytes], after: int | None = None) -> bool:
-        """Return True if there is room for a message's images after a turn, by its index; None: after none.
+        """Return True if there is room for a message's images after a turn, given by index; None: at the start.
 
-        Raises ValueError where the model takes none, DataError for an image that its processor refuses.
+        Raises ValueError if the model takes no images, DataError if its processor refuses one.
         """
         line = [] if after is None else self._log.line(self._after(after))
         return self._images.has_room(images, line, self.turns)
 
     def images_beside(self, of_task: Iterable[bytes], turns: Sequence[Turn]) -> dict[str, bytes]:
-        """Digest -> file of the images of some turns that are none of the task's."""
+        """Return digest -> file of the turns' images that are not the task's."""
         return self._images.beside(of_task, turns)
 
     def add(self, author: Author, ids: np.ndarray, images: Sequence[bytes], follows: int, in_thinking: bool) -> Turn:
-        """Add a turn with its images. ``follows``: as in ``Turn``. Raises DataError where images do not fit tokens."""
+        """Add a turn with its images. ``follows``: as in ``Turn``. Raises DataError if images and tokens do not
+        match."""
         self._end.check_open()
         expanded = self._images.expanded(ids, images)
         shown = self._images.put(len(self.turns), ids, images)
         return self._add(Turn(author, expanded, images=shown), follows, in_thinking)
 
     def add_bare(self, prompt: np.ndarray) -> None:
-        """Add a prompt, int32 [T], without its images, for a trajectory that failed before it asked."""
+        """Add a prompt, int32 [T], without its images, for a trajectory that failed before its first request."""
         self._add(Turn("user", prompt), -1)
 
     def begin_response(self, after: int) -> Context:
-        """Begin a response that follows a turn. Raises NoRoom or ValueError where none can."""
+        """Begin a response after a turn. Raises NoRoom or ValueError if none may follow."""
         after = self._after(after)
         check_request(self._log, after, self._limit)
         number, line = self._log.begin(), self._log.line(after)
@@ -158,8 +159,7 @@ class RecordedTurns:
         self.unread -= 1
 
     def end_response(self, context: Context, turn: Turn, computed: np.ndarray | None) -> Turn:
-        """Add a response. ``computed``: tokens of its context where the engine names them, int32 [P]. Raises
-        JobError."""
+        """Add a response. ``computed``: its context's tokens if returned by the engine, int32 [P]. Raises JobError."""
         self._end.check_open()
         self.unread -= 1
         self._end.go_on()
@@ -168,8 +168,8 @@ class RecordedTurns:
         return self._log.add(turn, context.line[-1], context.number)
 
     def _expand(self, line: Sequence[int], computed: np.ndarray) -> None:
-        """Take the tokens of a task's prompt that an engine has ``computed`` with, int32 [P]; others must be those that
-        it was to compute with. Raises JobError."""
+        """Replace a task's prompt by its expanded tokens from ``computed``, int32 [P]. Raises JobError if other tokens
+        differ from those sent."""
         if (turn := self._images.unexpanded(line, self.turns)) is not None:
             later = sum(len(self.turns[i]) for i in line if i != turn)
             self._log.replace_tokens(turn, computed[: len(computed) - later])
@@ -180,7 +180,7 @@ class RecordedTurns:
             )
 
     def room_after(self, turn: int) -> int:
-        """Tokens that may still follow a turn, by its index; -1 for the last one."""
+        """Return the number of tokens that may follow a turn, given by index; -1 for the last one."""
         return self._limit - self._log.length(self._after(turn))
 
     def _after(self, turn: int) -> int:
@@ -189,7 +189,7 @@ class RecordedTurns:
         return turn % len(self.turns)
 
     def last_of_model(self) -> Turn:
-        """The model's turn that was begun last."""
+        """Return the model's turn that began last."""
         return self._log.last_of_model()
 
     def _add(self, turn: Turn, follows: int, in_thinking: bool = False) -> Turn:

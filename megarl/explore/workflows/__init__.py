@@ -1,6 +1,6 @@
-"""Workflows: what happens in a trajectory, from a task to its last turn.
+"""Workflows: the course of a trajectory, from a task to its last turn.
 
-A workflow is imported where a job uses it, since agents and tools import servers and sandboxes.
+A workflow is imported only if a job uses it, because agents and tools import servers and sandboxes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["WORKFLOWS", "asks_verifier", "check", "check_template", "get", "open
 
 
 def asks_verifier(rollout: RolloutConfig) -> bool:
-    """Return False where rewards come from the environment or the agent, so that rows need no verifier."""
+    """Return False if rewards come from the environment or agent, so that rows need no verifier."""
     if rollout.workflow == "environment":
         return environments.asks_verifier(environments.get(rollout.environment))
     return not (rollout.workflow == "agent" and rollout.agent_rewards)
@@ -36,7 +36,7 @@ def asks_verifier(rollout: RolloutConfig) -> bool:
 
 @asynccontextmanager
 async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncIterator[Workflow]:
-    """Workflow of ``rollout.workflow``, with what it serves meanwhile. Raises ConfigError where there is none."""
+    """Yield the workflow of ``rollout.workflow``, with its servers running. Raises ConfigError if it does not exist."""
     if rollout.workflow == "agent":
         from megarl.explore.workflows.agent import serving_agents
 
@@ -52,8 +52,8 @@ async def opened(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncItera
 
 
 def check(rollout: RolloutConfig, run_dir: Path) -> None:
-    """Raise ConfigError unless there is such a workflow, one whose sandbox hides the run's directory, and whose first
-    observations have room."""
+    """Raise ConfigError unless the workflow exists, its sandbox hides the run's directory, and its first observations
+    have room."""
     if rollout.tools and rollout.workflow != "tools":
         raise ConfigError(
             f"rollout.tools={rollout.tools} does nothing with rollout.workflow={rollout.workflow}; set "
@@ -88,9 +88,9 @@ def check_template(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> None:
 
 
 def get(rollout: RolloutConfig) -> Workflow:
-    """Workflow that needs nothing served: one of ``WORKFLOWS``, ``environment``, or ``workflow`` of a user's file.
+    """Return a workflow that needs no server: one of ``WORKFLOWS``, ``environment``, or ``workflow`` of a user's file.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if it does not exist.
     """
     name = rollout.workflow
     if name == "environment":

@@ -1,4 +1,4 @@
-"""An agent of others, to which the rollout model is an endpoint."""
+"""A third-party agent, with the rollout model as its endpoint."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ from megarl.tasks import ChatTokenizer
 
 @asynccontextmanager
 async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> AsyncIterator[Workflow]:
-    """Workflow of ``rollout.agent``, whose endpoint is served as long as this is entered. Raises ConfigError.
+    """Yield the workflow of ``rollout.agent`` while its endpoint is served. Raises ConfigError.
 
-    A number or verdict that the agent returns is the reward; where it returns None, the verifier reads the last
-    response. An exception of the agent costs the trajectory its verdict, unless it is the refusal of a context that
-    had no room: the trajectory is then truncated.
+    A number or verdict returned by the agent is the reward; if it returns None, the verifier judges the last response.
+    After an exception the trajectory has no verdict; after a refusal for lack of room it is truncated.
     """
     async with AsyncExitStack() as stack:
         socket = None
@@ -65,9 +64,9 @@ async def serving_agents(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> As
 
 
 def _is_of_room(error: BaseException) -> bool:
-    """Return True if an agent's exception, or one that caused it, is the refusal of a context without room.
+    """Return True if an agent's exception, or its cause, is a refusal for lack of room.
 
-    One in whose ``except`` block it was raised has not caused it: the agent has handled that.
+    An exception handled by the agent (``__context__`` alone) is no cause.
     """
     left, seen = [error], set[int]()
     while left:

@@ -1,4 +1,4 @@
-"""Several responses to one prompt, of which the best stays."""
+"""Several responses to one prompt; the best is kept."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ from megarl.explore.recording.model import RolloutModel
 from megarl.rewards.verdict import NO_VERDICT
 
 N = 4
-"""Responses, by default."""
+"""Default number of responses."""
 MOST = 128
 SETTINGS = ("n", "by")
 
 
 async def best_of_n(task: Task, model: RolloutModel) -> None:
-    """Ask the task ``n`` times, and keep the response with the highest score; the first of equal ones.
+    """Sample ``n`` responses to the task and keep the one with the highest score, the first on a tie.
 
-    Options: ``n``; ``by``, a data source whose verifier chooses (a judge's, for instance), where it is not the task's
-    own. The trajectory's reward is the own verifier's in either case. A response without a verdict loses against any
-    that has one.
+    Options: ``n``; ``by``, a data source whose verifier chooses (a judge, for instance) instead of the task's. The
+    trajectory's reward always comes from the task's verifier. Responses without a verdict rank last.
     """
     by = model.options.get("by")
     model.ask(task)
@@ -33,7 +32,7 @@ async def best_of_n(task: Task, model: RolloutModel) -> None:
 
 
 def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for ``rollout.options`` that are none of this workflow."""
+    """Raise ConfigError for unknown or invalid ``rollout.options``."""
     if others := sorted(set(options) - set(SETTINGS)):
         raise ConfigError(f"rollout.options.{others[0]} is not an option of best_of_n; options: {', '.join(SETTINGS)}")
     n, by = options.get("n", N), options.get("by")

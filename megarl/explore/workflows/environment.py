@@ -21,17 +21,16 @@ from megarl.rewards.verdict import MAX_PARTS, NO_VERDICT
 
 log = logging.getLogger(__name__)
 PART = "turn_{}"
-"""Part of the reward that a response got, counted from 1; of the first MAX_PARTS responses."""
+"""Part with the reward of a response, counted from 1; for the first MAX_PARTS responses."""
 
 
 def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
-    """Workflow of episodes that ``make`` begins.
+    """Return the workflow of episodes begun by ``make``.
 
-    The score is the sum of the rewards of all responses. An episode ends when the environment ends it, when a response
-    is truncated, or when the trajectory has no room for another; the status is then ``wrong`` unless the environment
-    has named a success. An exception of the environment is no verdict: the status is ``error``. Nor is a call past its
-    limit. Where the environment asks for scores, a response without a verdict is the last one, and leaves the
-    trajectory without one.
+    The score is the sum of the rewards of all responses. An episode ends when the environment ends it, a response is
+    truncated, or no room is left; the status is then ``wrong`` unless the environment reports a success. After an
+    exception or timeout of the environment there is no verdict: the status is ``error``. If the environment takes
+    scores, a response without a verdict ends the episode without a verdict.
     """
 
     async def workflow(task: Task, model: RolloutModel) -> None:
@@ -50,7 +49,7 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
                     verdict = await model.verdict(response)
                     if verdict.reward.status in NO_VERDICT:
                         return
-                    score = [verdict.own_score]  # weights of parts come at the end, once
+                    score = [verdict.own_score]  # weights of parts are applied once, at the end
                 seen = await episode.step(model.written(response), *score)
                 rewards.append(float(seen.reward))
                 model.rate(response, rewards[-1])
@@ -69,8 +68,8 @@ def environment(make: MakeEnvironment, threads: EpisodeThreads) -> Workflow:
 
 
 def _add(model: RolloutModel, seen: Observation) -> bool:
-    """Add an observation; False where it has no room. Raises EnvironmentFault for images that do not fit its text, or
-    cannot be read."""
+    """Add an observation; return False if it has no room. Raises EnvironmentFault for images that do not match its text
+    or are unreadable."""
     try:
         return model.add("environment", seen.text, images=seen.images) is not None
     except (ValueError, DataError) as error:
@@ -80,7 +79,7 @@ def _add(model: RolloutModel, seen: Observation) -> bool:
 
 
 async def _closed(episode: Episode) -> None:
-    """Close an episode; a fault changes nothing of what it has given."""
+    """Close an episode; a fault is only logged."""
     try:
         await episode.close()
     except EnvironmentFault as fault:

@@ -9,9 +9,9 @@ FEEDBACK = "That is wrong. Try again."
 
 
 async def reflect(task: Task, model: RolloutModel) -> None:
-    """Ask the task; after a response that is not right, say so and take a second one as the answer.
+    """Ask the task; after a wrong response, tell the model and take a second response as the answer.
 
-    One response is all where it is right, has no verdict, was truncated, or leaves no room for another.
+    The first response is final if it is right, has no verdict, was truncated, or leaves no room.
     """
     model.ask(task)
     first = await model.generate()

@@ -1,4 +1,4 @@
-"""Responses and results of the tools that they call in turn, until one calls none."""
+"""Responses and results of their tool calls in turn, until a response calls no tool."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PROBE = "result 0f1e"
 
 
 class ToolTimeout(Exception):
-    """A function of the user's has not returned in time."""
+    """A user's function timed out."""
 
 
 @contextmanager
 def serving_tools(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> Iterator[Workflow]:
-    """Workflow whose responses may call the tools of ``rollout.tools``. Raises ConfigError, SandboxError.
+    """Yield the workflow whose responses may call the tools of ``rollout.tools``. Raises ConfigError, SandboxError.
 
-    It ends with a response that calls none, is truncated, or calls again after the result was that no calls are left;
-    or where there is no room for a result.
+    It ends with a response that calls no tool, is truncated, or calls a tool after being told that no calls are left;
+    or if a result has no room.
     """
     found, is_tool = tools_of(rollout), knows_results(tokenizer)
     sessions = _sessions(rollout, found)
@@ -59,7 +59,7 @@ def serving_tools(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> Iterator[
 
 
 def check_tools(rollout: RolloutConfig) -> None:
-    """Raise ConfigError unless all tools are there, with a sandbox for ``python``, and turns have room."""
+    """Raise ConfigError unless all tools exist, ``python`` has a sandbox, and turns have room."""
     found = tools_of(rollout)
     if rollout.tool_format is not None and rollout.tool_format not in FORMATS:
         raise ConfigError(f"rollout.tool_format={rollout.tool_format!r} is not there; there are {', '.join(FORMATS)}")
@@ -79,7 +79,7 @@ def check_tools(rollout: RolloutConfig) -> None:
 
 
 def check_format(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> None:
-    """Raise ConfigError unless calls of the model can be read."""
+    """Raise ConfigError unless the model's calls can be parsed."""
     if rollout.tool_format is None and written_by(tokenizer.template) is None:
         raise ConfigError(
             f"rollout.tools={rollout.tools}: the chat template of model.path writes no tool calls that megarl can "
@@ -89,7 +89,7 @@ def check_format(rollout: RolloutConfig, tokenizer: ChatTokenizer) -> None:
 
 
 def knows_results(tokenizer: ChatTokenizer) -> bool:
-    """Return True if the chat template has a role for results of tools; else they are a user's message."""
+    """Return True if the chat template has a role for results of tools; else results become a user's message."""
     try:
         render_turns(tokenizer, messages_of("tool", [PROBE]))
     except DataError:
@@ -98,7 +98,7 @@ def knows_results(tokenizer: ChatTokenizer) -> bool:
 
 
 class ToolCaller:
-    """Tools of one trajectory. What a model does wrong gives an error as the result."""
+    """Tools of one trajectory. A model's mistake returns an error as the result."""
 
     def __init__(
         self, rollout: RolloutConfig, tools: Mapping[str, ToolFunction], task: Task, session: PythonSession | None
@@ -106,10 +106,11 @@ class ToolCaller:
         self._rollout, self._tools, self._task, self._session = rollout, tools, task, session
         self.schemas = [tool.schema for tool in tools.values()]
         self.left = rollout.max_tool_calls
-        """Calls that the trajectory may still make; negative once one was refused."""
+        """Calls left to the trajectory; negative once a call was refused."""
 
     async def result(self, call: ToolCall) -> str:
-        """Text for the model. Raises ToolTimeout with ``rollout.on_tool_timeout=end``, SandboxError."""
+        """Return the result's text for the model. Raises ToolTimeout with ``rollout.on_tool_timeout=end``,
+        SandboxError."""
         self.left -= 1
         if self.left < 0:
             return NONE_LEFT
@@ -128,7 +129,7 @@ class ToolCaller:
         return await self._returned(tool, call.arguments) or EMPTY
 
     async def _returned(self, tool: ToolFunction, arguments: Mapping[str, Any]) -> str:
-        """Result of a function, called in a thread of its own, which a call past its limit keeps."""
+        """Return the result of a function called in a separate thread; a timed-out call keeps its thread."""
         timeout_s, most = self._rollout.tool_timeout_s, self._rollout.tool_result_chars
         called = in_thread(lambda: _result(tool, arguments, self._task))
         try:
@@ -139,7 +140,7 @@ class ToolCaller:
             if self._rollout.on_tool_timeout == "end":
                 raise ToolTimeout(f"the tool {late} (rollout.tool_timeout_s)") from error
             return f"Error: {late}."
-        except EnvironmentFault as fault:  # whatever the function has raised
+        except EnvironmentFault as fault:  # any exception of the function
             text = f"Error: {fault}"
         return text if len(text) <= most else f"{text[:most]}\n({len(text) - most} more characters)"
 
@@ -162,7 +163,7 @@ def _result(tool: ToolFunction, arguments: Mapping[str, Any], task: Task) -> str
     try:
         value = tool.call(arguments, task)
         return text_of_result(asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
-    except BaseException as error:  # SystemExit too; the model has no use for the line of your file
+    except BaseException as error:  # SystemExit too; the model does not need the user's traceback
         raise EnvironmentFault(f"{type(error).__name__}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""The form of a workflow."""
+"""Interface of workflows."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from megarl.core.schema import Task
 from megarl.explore.recording.model import RolloutModel
 
 Workflow = Callable[[Task, RolloutModel], Awaitable[None]]
-"""``await workflow(task, model)`` makes one trajectory. The explorer runs as many at once as there is room for, gives
-the last turn of the model to the verifier, and starts a workflow that was interrupted from its beginning."""
+"""``await workflow(task, model)`` makes one trajectory. The explorer runs as many concurrently as capacity allows,
+passes the model's last turn to the verifier, and restarts interrupted workflows."""
