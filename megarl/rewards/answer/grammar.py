@@ -52,7 +52,7 @@ the forms above it.
 """
 
 MAX_RESPONSE = 200_000
-"""Characters from the end of a response that are looked at; a final answer is at the end."""
+"""Number of characters read at the end of a response, where a final answer is."""
 
 MAX_LINE = 100
 """Characters of an ``Answer:`` line before a box; a longer one is a heading with its text."""

@@ -13,7 +13,7 @@ from fractions import Fraction
 from megarl.rewards.answer import units
 
 MAX_DIGITS = 2000
-"""Numbers with more digits, or a larger power of ten, are compared as text only."""
+"""Limits above which numbers are compared only as text."""
 MIN_ROUNDED_DIGITS = 6
 """A decimal equals an exact value that it rounds if it has this many significant digits (math-verify's places)."""
 

@@ -129,7 +129,7 @@ def _batches(row: Cases) -> Iterator[tuple[Sequence[Test], Sequence[Any]]]:
 
 
 def _wrong(stdout: str, value: str | None, test: Test, expected: Any) -> str:
-    """Reason why it is not the right answer; empty when it is."""
+    """Return the reason why a result is wrong; ``""`` if right."""
     if test.call is None:
         return "" if same_output(stdout, expected) else "other output"
     if value is None:
