@@ -46,7 +46,7 @@ SYSTEM = ("bin", "dev", "etc", "lib", "lib32", "lib64", "logs", "proc", "python"
 MEMORY_MB, STORAGE_MB = 2048, 1024
 """Default if task.toml names none."""
 TESTS_MB = 256
-"""Size limit of ``tests``."""
+"""Size limit of ``tests`` in MB."""
 PAGE = 4096
 MOST = 10**15
 """Upper bound of numbers in task.toml, in seconds or MB."""

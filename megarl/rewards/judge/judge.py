@@ -211,7 +211,7 @@ class Judge:
         return isinstance(await self._vote(fill(self._rubric, question, answer, reference), 0, []), Vote)
 
     async def _vote(self, prompt: str, index: int, replies: list[str]) -> Vote | RequestFailed | None:
-        """Return None after two replies without a verdict."""
+        """Return one vote; None after two replies without a verdict."""
         temperature = self._config.temperature
         asked = ((index, temperature), (self._config.votes + index, max(temperature, SECOND_TEMPERATURE)))
         for seed, warmth in asked:

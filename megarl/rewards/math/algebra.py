@@ -188,7 +188,7 @@ def _points(*expressions: Any) -> list[dict[Any, Any]]:
 
 
 def _number_at(expr: Any, point: dict[Any, Any]) -> Any:
-    """Its value as a SymPy number, or None where it has none."""
+    """Return its value as a SymPy number, or None without one."""
     try:
         value = expr.doit().evalf(30, subs=point, maxn=200)
         return value if value.is_number and abs(value).is_finite and not value.free_symbols else None

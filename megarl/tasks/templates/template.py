@@ -127,7 +127,7 @@ class _Message(dict[str, Any]):
 
     @property
     def unseen(self) -> str | None:
-        """Return a non-empty field that the template did not read, or None."""
+        """Return the name of a non-empty field that the template did not read, or None."""
         passed = self.fields_seen | {"role", *IDENTIFIERS}
         return next((name for name, value in super().items() if name not in passed and value not in (None, "")), None)
 
