@@ -1,4 +1,4 @@
-"""Verifiers and reward models by rule, judge or program, and the pool of processes that verifiers run in.
+"""Verifiers and reward models by rule, judge or program, and the pool of verifier processes.
 
 Code here imports ``core``, ``sandbox`` and its own section of ``config``. It gets a response and a row, and returns a
 score; it never executes either of them outside of the sandbox.

@@ -42,7 +42,7 @@ PLAIN = frozenset(
         "word_ladder", "word_sequence_reversal", "word_sorting", "zebra_puzzles",
     )
 )  # fmt: skip
-"""Families whose scorers evaluate no text of an answer."""
+"""Families with scorers that never evaluate an answer's text."""
 
 
 def is_literal(text: object) -> bool:
@@ -59,7 +59,7 @@ def is_formula(text: object) -> bool:
 
 
 def is_arithmetic(text: object) -> bool:
-    """Return True for a formula of integers in decimal digits: every number by which it computes stands there."""
+    """Return True for a formula of decimal integers, without other numbers."""
     return is_formula(text) and _ARITHMETIC.fullmatch(str(text)) is not None
 
 
@@ -107,7 +107,7 @@ FUNCTIONS = frozenset(
         "erf", "erfc", "erfi", "exp", "li", "ln", "log", "sec", "sin", "sinh", "sqrt", "tan", "tanh",
     )
 )  # fmt: skip
-"""Functions of sympy that a formula may call."""
+"""sympy functions allowed in a formula."""
 _ARITHMETIC = re.compile(r"[\d\s()+*/%<>&|^~-]*", re.ASCII)
 _VARIABLE = re.compile(r"[A-Za-z](?:_?\d+)?")
 _LITERAL = (

@@ -20,7 +20,7 @@ from megarl.rewards.vision import verifier as vision
 
 CODE = "code"
 JUDGE = "judge"
-"""The family that a pool gives to its ``judge`` instead of a worker."""
+"""Family judged by the pool's ``judge`` instead of a worker."""
 
 Scorer = Callable[[str, Any, dict[str, Any] | None], Any]
 """(solution_str, ground_truth, extra_info) -> float, or a dict with ``score`` (``status`` or ``acc``, and parts)."""
@@ -132,14 +132,14 @@ def imports_of(data_sources: Iterable[str], routes: Mapping[str, str]) -> list[s
 
 
 def scorer_for(data_source: str, config: RewardConfig | None = None) -> Scorer:
-    """The verifier of a data source. Raises DataError when there is none."""
+    """Return the verifier of a data source. Raises DataError if there is none."""
     config = config or RewardConfig()
     family, rest = route(data_source, config.routes)
     return FAMILIES[family](rest, config)
 
 
 def check_source(data_source: str, config: RewardConfig) -> None:
-    """Raise DataError when a data source has no verifier. Unlike ``scorer_for`` it imports no reasoning-gym."""
+    """Raise DataError if a data source has no verifier. Unlike ``scorer_for`` it imports no reasoning-gym."""
     family, rest = route(data_source, config.routes)
     if family == "reasoning_gym":
         procedural.check_family(rest.removeprefix("/"))

@@ -13,7 +13,7 @@ from megarl.core.text import without_surrogates
 from megarl.rewards.shape import shape_parts
 
 LATE = "late"
-"""Status of what gets its reward later (``megarl data reward``), and family of data sources of which all does."""
+"""Status of a response rewarded later (``megarl data reward``), and family of data sources with only such rewards."""
 FAILURES = ("error", "timeout")
 NO_VERDICT = (*FAILURES, LATE)
 STATUSES = ("ok", "wrong", *NO_VERDICT)

@@ -1,4 +1,4 @@
-"""Answers that responses give, as the verifiers extract them: what a majority vote counts.
+"""Answers extracted from responses by the verifiers, for majority votes.
 
 Two answers are one vote where their texts are equal after ``clean`` (LaTeX's ways of writing, spaces), right or wrong.
 """
@@ -17,7 +17,7 @@ from megarl.rewards.answer.normalize import clean
 from megarl.rewards.routes import route
 
 MAX_VOTE = 200
-"""Characters of an answer that are looked at."""
+"""Most characters of an answer that are compared."""
 
 
 def _marked(answer_format: str) -> Callable[[str, Mapping[str, Any]], str]:

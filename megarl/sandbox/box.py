@@ -1,7 +1,7 @@
-"""One sandbox as its owner sees it: a link to the launcher inside, and a way to end everything there.
+"""The owner's side of one sandbox: a link to the launcher inside, and a way to kill everything there.
 
-It is made by a ``Zygote``, a sandbox that lasts and in which no program runs; or, where a machine allows no namespaces
-within namespaces, by a bwrap of its own.
+It is made by a ``Zygote``, a long-lived sandbox without programs; or, on machines without nested namespaces, by a
+separate bwrap.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from megarl.sandbox.interface import Limit, Limits, Result, Test
 START_S = 60.0
 """Seconds for bwrap and Python to start on a machine that is very busy."""
 GRACE_S = 5.0
-"""Beyond ``wall_s``, which the launcher inside watches, before the whole sandbox is killed from outside."""
+"""Seconds after ``wall_s``, enforced by the launcher inside, until the sandbox is killed from outside."""
 GONE_S = 20.0
-"""Seconds for the kernel to take a killed sandbox apart on such a machine."""
+"""Seconds for the kernel to remove a killed sandbox on a very busy machine."""
 HEAD = struct.Struct("<iBBddIII")
 STDERR_BYTES = 4096
 LIMITS: tuple[Limit | None, ...] = (None, "wall", "cpu", "memory", "output", "processes", "file")
@@ -37,11 +37,11 @@ REQUEST = struct.Struct("<cQ")
 """Format of a request, as in inside/zygote.py."""
 ZYGOTE_TMP_BYTES = 2**20
 MARSHAL = 2
-"""A format that every Python reads, whichever runs inside."""
+"""Marshal version that every supported Python inside can read."""
 
 
 class Outer:
-    """A process of bwrap, our code in it as process 1, and the socket to that."""
+    """A bwrap process with our code as its process 1, and the socket to it."""
 
     def __init__(self, host: Host, first: str, tmp_bytes: int, passed: socket.socket | None, filtered: bool) -> None:
         self.link, inside = socket.socketpair()
@@ -58,7 +58,7 @@ class Outer:
             self.link.sendall(host.code + marshal.dumps(host.filter, MARSHAL))
 
     def last_words(self) -> str:
-        """Kills it."""
+        """Kill it and return its error text."""
         self._kill()
         return bubblewrap.last_words(self._process)
 
@@ -68,8 +68,8 @@ class Outer:
             self._process.wait(GONE_S)
 
     def close(self) -> bool:
-        """SIGKILL to bwrap; the kernel passes it on to the namespace's init (--die-with-parent), and so to everything
-        inside. True: something outside had killed it before; what happens inside gives it an exit code."""
+        """Kill bwrap, and with it the namespace's init and everything inside (--die-with-parent). Return True if it had
+        been killed from outside before; ends from inside give an exit code."""
         if is_over(self.link):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GONE_S)
@@ -82,7 +82,7 @@ class Outer:
 
 
 class Zygote:
-    """Makes boxes, one at a time. It ends with the thread that started it, so no other thread may use it."""
+    """Makes boxes, one at a time. It ends with its starting thread, so no other thread may use it."""
 
     def __init__(self, host: Host) -> None:
         self._outer = Outer(host, "zygote", ZYGOTE_TMP_BYTES, None, filtered=False)
@@ -96,15 +96,14 @@ class Zygote:
             self._outer.close()
 
     def open(self, tmp_bytes: int, passed: socket.socket | None) -> socket.socket:
-        """The link to the launcher of a new sandbox. ``end`` before the next."""
+        """Open a new sandbox and return the link to its launcher. Call ``end`` before the next one."""
         here, inside = socket.socketpair()
         with inside:
             self._send(REQUEST.pack(b"S", tmp_bytes), [inside, *([] if passed is None else [passed])])
         return here
 
     def end(self) -> bool:
-        """Kill all of the sandbox, and wait until it is gone. False: this zygote had died or was in no state to, and is
-        gone too."""
+        """Kill the sandbox and wait for its end. Return False if the zygote had failed, and is now dead too."""
         with contextlib.suppress(SandboxError):
             self._send(REQUEST.pack(b"E", 0), [])
             if read(self._outer.link, 1, time.monotonic() + GONE_S) == b"E":
@@ -121,7 +120,7 @@ class Zygote:
 
 
 class Box:
-    """Sends jobs to a launcher and receives results. Leaving the context kills all of it."""
+    """Sends jobs to a launcher and receives results. Leaving the context kills the sandbox."""
 
     def __init__(self, source: Zygote | Outer, link: socket.socket, limits: Limits) -> None:
         self._source = source
@@ -129,10 +128,10 @@ class Box:
         self._most = limits.output_bytes
         self._unsent = b""
         self.used = False
-        """A test left something behind: the next one needs another box."""
+        """True if a test left files or processes behind: the next test needs another box."""
         self.lost = False
-        """Something outside had ended the sandbox; known when the context has been left. A missing result is then
-        nobody's fault inside."""
+        """True if the sandbox was killed from outside; set on leaving the context. A missing result is then not the
+        program's fault."""
         self._ready = self._closed = False
 
     def __enter__(self) -> Box:
@@ -142,7 +141,7 @@ class Box:
         self.close()
 
     def close(self) -> None:
-        """Kill all of it, and wait until it is gone; once."""
+        """Kill the sandbox and wait for its end; later calls do nothing."""
         if self._closed:
             return
         self._closed = True
@@ -153,16 +152,16 @@ class Box:
             self.lost = self._source.close()
 
     def start_answer(self, program: str, limits: Limits, wall_s: float, watch_s: float | None = None) -> None:
-        """Run the program and let it answer calls that come over the descriptor that it was given.
+        """Run the program and let it serve calls over its passed descriptor.
 
-        ``watch_s``: seconds between two looks at its memory, where they are to be fewer than usual.
+        ``watch_s``: seconds between two checks of its memory; None for the default.
         """
         job = {"kind": "answer", "program": without_surrogates(program), "limits": dataclasses.asdict(limits)}
         self.set_job(job if watch_s is None else {**job, "watch_s": watch_s})
         self.send_test(Test(), wall_s, limits)
 
     def set_job(self, job: dict[str, Any]) -> None:
-        """Once, before any test. It goes with the first."""
+        """Set the job, once and before any test; it is sent with the first test."""
         self._unsent = marshal.dumps(job, MARSHAL)
 
     def send_test(self, test: Test, wall_s: float, limits: Limits) -> None:
@@ -175,13 +174,13 @@ class Box:
         data = self._unsent + marshal.dumps({"stdin": stdin, "call": call, "wall_s": wall_s}, MARSHAL)
         self._unsent = b""
         if isinstance(self._source, Outer):
-            self.wait()  # what reads our code there would read on
+            self.wait()  # the code in the sandbox must not read further
         with contextlib.suppress(OSError):  # it has died: `receive` finds no result
             self._link.settimeout(START_S)
             self._link.sendall(data)
 
     def wait(self) -> None:
-        """Until the launcher is there. Raises SandboxError when it does not come."""
+        """Wait for the launcher. Raises SandboxError if it does not start."""
         if self._ready:
             return
         first = self._read(1, time.monotonic() + START_S)
@@ -193,8 +192,8 @@ class Box:
         self._ready = True
 
     def receive(self, timeout_s: float) -> Result | None:
-        """The next result, or None when the sandbox has ended without one or is late. Its start has a time of its
-        own."""
+        """Return the next result; None if the sandbox ended without one or timed out. Its start has a separate
+        timeout."""
         self.wait()
         deadline = time.monotonic() + timeout_s
         head = self._read(HEAD.size, deadline)
@@ -203,7 +202,7 @@ class Box:
         code, limit, used, seconds, cpu_s, *sizes = HEAD.unpack(head)
         self.used = bool(used)
         if limit >= len(LIMITS) or max(sizes) > max(self._most, STDERR_BYTES):
-            return None  # no launcher of ours
+            return None  # not from our launcher
         parts = [self._read(size, deadline + GRACE_S) for size in sizes]
         if None in parts:
             return None
@@ -211,7 +210,7 @@ class Box:
         return Result(code, LIMITS[limit], out, err, value or None, seconds, cpu_s)
 
     def receive_now(self) -> Result | None:
-        """The result if the process has already ended."""
+        """Return the result if the process has already ended, else None."""
         return self.receive(0.02)
 
     def _read(self, size: int, deadline: float) -> bytes | None:
@@ -219,7 +218,7 @@ class Box:
 
 
 def is_over(link: socket.socket) -> bool:
-    """The other side has closed, and all that it sent has been read."""
+    """Return True if the other side has closed and all its data have been read."""
     try:
         link.setblocking(False)
         return not link.recv(1, socket.MSG_PEEK)
@@ -230,7 +229,7 @@ def is_over(link: socket.socket) -> bool:
 
 
 def read(link: socket.socket, size: int, deadline: float) -> bytes | None:
-    """Read so many bytes; None when the other side has ended or is late."""
+    """Read ``size`` bytes; None if the other side has ended or timed out."""
     data = bytearray()
     while len(data) < size:
         link.settimeout(max(0.001, deadline - time.monotonic()))

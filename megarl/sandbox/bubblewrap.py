@@ -1,7 +1,7 @@
 """Bubblewrap (``bwrap``): the one place that writes its command line and starts it.
 
-Whatever a caller shows, a program inside has namespaces of its own (files, processes, network, users) and no
-capabilities, and ends with the thread that started it.
+A program inside always has separate namespaces (files, processes, network, users) and no capabilities, and ends with
+its starting thread.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ETC = (
     "alternatives", "ca-certificates", "group", "hosts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "localtime",
     "mime.types", "nsswitch.conf", "passwd", "pki", "protocols", "services", "ssl",
 )  # fmt: skip
-"""Files of /etc that programs look up; none is secret."""
+"""Files of /etc that programs read; none is secret."""
 LOOKUPS = tuple(word for name in ETC for word in ("--ro-bind-try", f"/etc/{name}", f"/etc/{name}"))
 """Arguments that show ``ETC``."""
 LAST_BYTES = 4096
-"""Error text of bwrap that is read at most."""
+"""Most bytes of bwrap's error text that are read."""
 
 
 def command(
@@ -51,12 +51,11 @@ def command(
 
     Args:
         shown: Arguments that show files and folders, read-only.
-        writable: Folder -> most bytes of what is written to it. It is empty at first, lies in memory, and hides what
-            ``shown`` has there.
+        writable: Folder -> most bytes in it. It starts empty, is in memory, and hides files of ``shown`` there.
         on_top: Arguments that show files inside of the ``writable`` folders.
         variables: Environment variables inside.
-        inherits: Keep the user and the environment variables of whoever starts it, and bwrap's own process 1. Without
-            this the program is process 1 with the user ``INSIDE_UID``.
+        inherits: Keep the caller's user and environment variables, and bwrap's own process 1. Without this the program
+            is process 1 with the user ``INSIDE_UID``.
         shm_bytes: Most bytes of /dev/shm. Nothing else in /dev can be written.
         folder: Working directory inside.
         filter_fd: Descriptor from which bwrap reads the filter of system calls; None for no filter.
@@ -74,7 +73,7 @@ def command(
 
 
 def as_they_are(paths: Sequence[str]) -> list[str]:
-    """Return arguments that show folders where they are, read-only, and links as links; missing ones are left out."""
+    """Return arguments that mount folders read-only at their path, and links as links; missing ones are left out."""
     arguments = []
     for path in paths:
         if os.path.islink(path):
@@ -87,7 +86,7 @@ def as_they_are(paths: Sequence[str]) -> list[str]:
 def start(words: Sequence[str], passed: Sequence[int], user: int | None) -> subprocess.Popen[bytes]:
     """Start a command line as ``user``, with none of this process's descriptors but ``passed`` and no variables.
 
-    Raises SandboxError where bwrap is missing or cannot be run.
+    Raises SandboxError if bwrap is missing or cannot be run.
     """
     try:
         return subprocess.Popen(
@@ -99,13 +98,13 @@ def start(words: Sequence[str], passed: Sequence[int], user: int | None) -> subp
 
 
 def popen_user(user: int | None) -> dict[str, Any]:
-    """Return arguments of ``subprocess`` that start a program as ``user``; none for None, the user that we are."""
+    """Return arguments of ``subprocess`` that start a program as ``user``; none for None, our own user."""
     return {} if user is None else {"user": user, "group": user, "extra_groups": []}
 
 
 @contextmanager
 def filter_pipe(program: bytes) -> Iterator[int]:
-    """Give the descriptor from which bwrap reads ``program``, the filter of system calls; closed on leaving."""
+    """Yield the descriptor from which bwrap reads ``program``, the filter of system calls; closed on leaving."""
     reader, writer = os.pipe()
     try:
         os.write(writer, program)
@@ -116,9 +115,9 @@ def filter_pipe(program: bytes) -> Iterator[int]:
 
 
 def last_words(process: subprocess.Popen[bytes]) -> str:
-    """Return the error text of a process that ``start`` started, as far as it is there."""
+    """Return the error text so far of a process started by ``start``."""
     assert process.stderr is not None
-    os.set_blocking(process.stderr.fileno(), False)  # what it started may hold the other end
+    os.set_blocking(process.stderr.fileno(), False)  # its children may keep the other end open
     return (process.stderr.read(LAST_BYTES) or b"").decode(errors="replace").strip()
 
 

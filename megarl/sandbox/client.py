@@ -1,4 +1,4 @@
-"""The sandbox of a ``megarl sandbox serve``, and the choice between it and this machine's own."""
+"""The client of a ``megarl sandbox serve``, and the choice between it and this machine's sandbox."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ CONNECT_S = 10.0
 BUSY_S = 60.0
 """Seconds that a request waits for a place in the service's queue, or for a service that is being restarted."""
 REPLY_S = 90.0
-"""Beyond the limits' own time: waiting for a worker, and starts on a busy host."""
+"""Seconds added to the limits' time, for the queue and for starts on a busy host."""
 PAUSE_S = 0.2
 PASSING = (0, 429, 502, 503, 504)
-"""Statuses after which a request is made again; 0 is no reply at all. Proxies send 502 and 504 while a service
+"""Statuses after which a request is retried; 0 stands for no reply. Proxies send 502 and 504 while a service
 restarts."""
 EARLY_S = 0.1
-"""Greatest difference between the times of both sides, where tests have no result because time is over."""
+"""Largest difference in seconds between both sides' clocks, when tests have no result because time ran out."""
 PIECE_BYTES, HEAD_BYTES, STDERR_BYTES = 2**20, 2**16, 2**12
 ESCAPED = 6
-"""Bytes of JSON for a byte of output, at most."""
+"""Most bytes of JSON per byte of output."""
 
 
 def open_sandbox(url: str | None = None, python: str | None = None) -> Sandbox:
-    """This machine's sandbox with that interpreter, after its self-test; or with an URL the service there, which has
-    its own.
+    """Open this machine's sandbox with interpreter ``python``, after its self-test; or the service at ``url``, with its
+    own interpreter.
 
-    Raises SandboxError when the isolation is not proven, the service does not answer, or MEGARL_SANDBOX_KEY is not its
+    Raises SandboxError if the isolation is not proven, the service does not reply, or MEGARL_SANDBOX_KEY is not its
     key.
     """
     if url is None or not url:
@@ -48,7 +48,7 @@ def open_sandbox(url: str | None = None, python: str | None = None) -> Sandbox:
 
 
 class RemoteSandbox:
-    """See ``Sandbox``. One connection, kept open; not for several threads at once."""
+    """See ``Sandbox``. Keeps one connection open; not thread-safe."""
 
     def __init__(self, url: str, key: str) -> None:
         parts = urllib.parse.urlsplit(url)
@@ -96,7 +96,7 @@ class RemoteSandbox:
 
     @contextlib.contextmanager
     def _understood(self) -> Iterator[None]:
-        """Raise SandboxError for a reply that no sandbox gives: it says nothing about a program."""
+        """Raise SandboxError for an invalid reply, which must not count as a program's result."""
         try:
             yield
         except (LookupError, TypeError, ValueError, RecursionError) as error:
@@ -104,7 +104,7 @@ class RemoteSandbox:
             raise SandboxError(f"the sandbox service at {self._url} sent what is no reply: {why}") from error
 
     def _ask(self, method: str, path: str, body: Any, timeout_s: float, most: int) -> Any:
-        """A program has no lasting effect, so a request whose connection broke is simply made again."""
+        """Send a request, and retry after a lost connection: programs have no lasting effects."""
         data = None if body is None else json.dumps(body)
         until = time.monotonic() + BUSY_S
         while True:
@@ -129,8 +129,8 @@ class RemoteSandbox:
             time.sleep(PAUSE_S)
 
     def _exchange(self, method: str, path: str, data: str | None, timeout_s: float, most: int) -> tuple[int, bytes]:
-        """One request; the status and body of its reply. The connection is kept only after a right one: what is left
-        in it of another would pass for the next reply."""
+        """Send one request; return the status and body of its reply. The connection is kept only after a complete
+        reply: leftover bytes would be taken for the next reply."""
         name = secrets.token_hex(16)
         kept = False
         try:
@@ -165,12 +165,12 @@ class RemoteSandbox:
 
 
 def _most_bytes(results: int, limits: Limits) -> int:
-    """Greatest size of a reply: output, returned value and error output of each result."""
+    """Return the largest size of a reply in bytes: output, returned value and error output of each result."""
     return HEAD_BYTES + results * ESCAPED * (2 * limits.output_bytes + STDERR_BYTES)
 
 
 def _check_count(results: int, tests: int, limits: Limits, began: float) -> None:
-    """Raise ValueError for too many results, and for too few while there was time for the others."""
+    """Raise ValueError for too many results, or too few although time was left."""
     seconds = time.monotonic() - began
     if results > tests or (results < tests and seconds < limits.total_s - EARLY_S):
         raise ValueError(f"{tests} tests have {results} results after {seconds:.2f} s of {limits.total_s:g} s")

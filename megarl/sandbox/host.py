@@ -1,4 +1,4 @@
-"""This machine's means for a sandbox: bwrap, an interpreter, and our code for the inside. Found once per process."""
+"""This machine's bwrap, interpreter and code for the inside of sandboxes. Found once per process."""
 
 from __future__ import annotations
 
@@ -48,22 +48,23 @@ print(json.dumps(facts))
 class Host:
     bwrap: str
     python: str
-    """The interpreter for programs, as it was named."""
+    """The interpreter for programs, as named in the settings."""
     version: str
     binds: tuple[str, ...]
-    """Arguments of bwrap that show it, read-only, as /python."""
+    """Arguments of bwrap that mount it read-only as /python."""
     code: bytes
     """Code that runs inside, compiled by that interpreter."""
     filter: bytes
     user: int | None
-    """Whom bwrap is started as; None: as who we are. Root's processes are not counted by RLIMIT_NPROC, nobody's are."""
+    """User id of bwrap; None for our own. RLIMIT_NPROC does not apply to root, so as root bwrap runs as the user
+    `nobody`."""
     nested: bool = True
-    """Sandboxes are made inside one that lasts (``inside/zygote.py``), not each by a bwrap of its own, which takes five
-    times as long."""
+    """True makes sandboxes inside a long-lived one (``inside/zygote.py``); a separate bwrap for each takes five times
+    as long."""
 
     def command(self, first: str, tmp_bytes: int, link: int, passed: int, filter_fd: int | None) -> list[str]:
-        """Start ``first``, of our code inside, as process 1, with ``link`` (and ``passed``, unless -1) as its only ways
-        out."""
+        """Return the command that runs our module ``first`` inside as process 1; ``link`` and ``passed`` (unless -1)
+        are its only open connections."""
         # Without LD_BIND_NOW each process of each sandbox would look up libc's functions again.
         variables = ENVIRONMENT | {"LD_BIND_NOW": "1"} if first == "zygote" else ENVIRONMENT
         return bubblewrap.command(
@@ -74,8 +75,8 @@ class Host:
 
 @functools.cache
 def find(named: str | None = None) -> Host:
-    """``named``: the interpreter that programs are to have (``reward.code.python``). Raises SandboxError that names
-    what is missing and the fix."""
+    """Find this machine's sandbox; ``named``: interpreter of programs (``reward.code.python``). Raises SandboxError
+    naming what is missing and the fix."""
     bwrap = shutil.which("bwrap")
     if bwrap is None:
         raise SandboxError(
@@ -104,13 +105,13 @@ def find(named: str | None = None) -> Host:
 
 
 def sources() -> dict[str, str]:
-    """Our code that runs inside, by name."""
+    """Return our code that runs inside, by name."""
     folder = Path(__file__).parent / "inside"
     return {name: (folder / f"{name}.py").read_text() for name in INSIDE}
 
 
 def ask(python: str, user: int | None, code: dict[str, str]) -> tuple[dict[str, Any] | None, str]:
-    """Ask an interpreter for its version and paths, with our code compiled by it; or the reason why it cannot be
+    """Ask an interpreter for its version and paths, with our code compiled by it; or return the reason why it cannot be
     used."""
     try:
         done = subprocess.run(
@@ -128,8 +129,8 @@ def ask(python: str, user: int | None, code: dict[str, str]) -> tuple[dict[str, 
 
 
 def _binds(facts: dict[str, Any], with_site: bool) -> list[str]:
-    """The system's libraries where they are, the interpreter and its standard library under /python: no home, no /etc,
-    no shell."""
+    """Return bwrap's mounts: the system's libraries at their paths, the interpreter and its standard library under
+    /python; no home, no /etc, no shell."""
     arguments = bubblewrap.as_they_are(LIBRARIES)
     for name in dict.fromkeys(("lib", facts["platlib"])):
         if os.path.isdir(os.path.join(facts["base"], name)):

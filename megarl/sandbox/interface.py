@@ -8,27 +8,25 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Limit = Literal["wall", "cpu", "memory", "output", "processes", "file"]
-"""The limit that was exceeded. ``processes`` and ``file`` are read in the program's own last output, the others are
-seen."""
+"""The exceeded limit. ``processes`` and ``file`` are inferred from the program's last output, the others are
+measured."""
 
 MIB = 2**20
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one test. All are positive; of bytes, the address space is per process and memory that of all
-    together."""
+    """Limits of one test. All are positive; the address space is per process, memory for all processes together."""
 
     cpu_s: int = 4
     wall_s: float = 8.0
     total_s: float = 60.0
-    """Seconds of all tests of one request together, their starts included; tests that no time is left for have no
-    result."""
+    """Seconds of all tests of one request together, including starts; tests without time left have no result."""
     address_space_bytes: int = 1024 * MIB
     memory_bytes: int = 1024 * MIB
-    """Memory of all processes of the test; looked at every 50 ms."""
+    """Memory of all processes of the test; checked every 50 ms."""
     processes: int = 16
-    """Threads count too."""
+    """Most processes and threads."""
     output_bytes: int = 4 * MIB
     """Bytes of stdout, and of a returned value."""
     file_bytes: int = 16 * MIB
@@ -55,7 +53,7 @@ class Call:
 
     function: str
     arguments: tuple[object, ...]
-    """Whatever ``inside.values`` can write."""
+    """Values that ``inside.values`` can encode."""
 
 
 @dataclass(frozen=True)
@@ -78,19 +76,19 @@ class Result:
     stderr: str
     """The last 4 KiB."""
     value: str | None
-    """Return value of the call, as ``inside.values`` encodes it, in JSON; None without a call, or when it did not
-    return. Written by the program's own process: believe nothing about it."""
+    """Return value of the call, as ``inside.values`` encodes it, in JSON; None without a call, or if it did not return.
+    Untrusted: written by the program's process."""
     seconds: float
     cpu_s: float
 
     @property
     def ok(self) -> bool:
-        """Ended by itself, with exit code 0 and within the limits."""
+        """True if it ended by itself, with exit code 0 and within the limits."""
         return self.exit_code == 0 and self.limit is None
 
     @property
     def reason(self) -> str:
-        """Reason why it is not ``ok``, in a few words."""
+        """Short reason why it is not ``ok``."""
         if self.limit is not None:
             return f"limit: {self.limit}"
         if self.exit_code < 0:
@@ -105,20 +103,19 @@ class Checks:
 
     tests: tuple[str, ...]
     setup: str = ""
-    """Run before the tests, in their namespace; it may use what the program defines."""
+    """Run before the tests, in their namespace; it may use the program's definitions."""
     entry: str | None = None
-    """The program's function that the tests know as ``candidate``; also under its own name. None: only by their own
-    names."""
+    """The program's function that tests may call ``candidate``. None: tests use functions' own names only."""
 
 
 @dataclass(frozen=True)
 class CheckResult:
     passed: tuple[bool, ...]
-    """One for each test; fewer when ``limits.total_s`` was over before a test's own time was."""
+    """One for each test; fewer if ``limits.total_s`` ran out."""
     reasons: tuple[str, ...]
-    """Reasons, as many: why each test failed; empty where it passed."""
+    """Reason of each test's failure; ``""`` if it passed."""
     row_error: str | None = None
-    """The tests themselves are broken (do not parse, import what is not there): nobody's answer is judged by them."""
+    """Error of broken tests (syntax, missing imports), which must not judge any answer."""
     limit: Limit | None = None
     stderr: str = ""
     """Error output of the program."""
@@ -126,24 +123,24 @@ class CheckResult:
 
 
 class Sandbox(Protocol):
-    """Both methods raise SandboxError when the sandbox itself fails; whatever the program does is in the result."""
+    """Runs programs. Methods raise SandboxError if the sandbox itself fails; a program's failures are in the result."""
 
     def run(self, program: str, tests: Sequence[Test], limits: Limits, stop: bool = False) -> list[Result]:
         """Run the program once for each test, each in a fresh process and with an empty /tmp.
 
-        With ``stop``, the first result that is not ``ok`` is the last. There are fewer results than tests when
-        ``limits.total_s`` is over.
+        With ``stop``, the first result that is not ``ok`` is the last. There are fewer results than tests if
+        ``limits.total_s`` runs out.
         """
         ...
 
     def check(self, program: str, checks: Checks, limits: Limits) -> CheckResult:
-        """Run tests against the program: they in one sandbox, the program in another, each once for all tests.
+        """Run tests against the program, in two sandboxes, each started once for all tests.
 
-        ``limits.wall_s`` is each test's, and that of the program's import; ``cpu_s`` times the number of tests is that
-        of all together; memory and the like, too, are of all together.
+        ``limits.wall_s`` applies to each test and to the program's import; ``cpu_s`` times the number of tests to all
+        together, as do memory and the other limits.
         """
         ...
 
     def describe(self) -> str:
-        """One line for a person: where programs run, and in what."""
+        """Return one line on the place and kind of the sandbox, for logs."""
         ...

@@ -1,8 +1,7 @@
-"""The sandbox on this machine: each batch of tests in a fresh sandbox, each test in a process of its own.
+"""The sandbox on this machine: each batch of tests in a fresh sandbox, each test in a separate process.
 
-The submission's sandbox holds the program and the input of the test that runs, nothing else. What comes back from it is
-the submission's word and is judged outside; tests written as assertions run in a second sandbox that the submission has
-no process in.
+The submission's sandbox contains only the program and the current test's input. Its output is untrusted and is judged
+outside; tests written as assertions run in a second sandbox without the submission's processes.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from megarl.sandbox.interface import CheckResult, Checks, Limits, Result, Test
 from megarl.sandbox.name_owners import owners
 
 SLACK_S = 0.5
-"""Seconds left to the tests' own process to report that the time of all is over, and to the program's to outlive it."""
+"""Grace period in seconds for the tests' process to report a total timeout before the program's process is killed."""
 
 
 class LocalSandbox:
-    """See ``Sandbox``. Threads may share one; each has zygote of its own. ``open_sandbox`` makes them, after the
+    """See ``Sandbox``. Thread-safe; each thread has a separate zygote. Made by ``open_sandbox``, after the
     self-test."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        """What this machine has for a sandbox."""
+        """This machine's bwrap and interpreter."""
         self._threads = threading.local()
 
     def run(self, program: str, tests: Sequence[Test], limits: Limits, stop: bool = False) -> list[Result]:
@@ -72,7 +71,7 @@ class LocalSandbox:
             here.close()  # each end is now in one sandbox alone, and closes with it
             there.close()
             answers.start_answer(program, both, both.wall_s + SLACK_S)
-            answers.wait()  # its start is no part of the first test's time
+            answers.wait()  # its start does not count towards the first test
             left = max(0.01, deadline - time.monotonic())
             tests.set_job({**job, "limits": dataclasses.asdict(both), "times": (limits.wall_s, left)})
             tests.send_test(Test(), left + SLACK_S, both)
@@ -80,7 +79,7 @@ class LocalSandbox:
             found = json.loads(verdict.value or "{}") if verdict is not None and verdict.ok else None
             answer = None
             if not (found and all(found["passed"])):
-                tests.close()  # the program finds nobody to answer, and ends, if it has not
+                tests.close()  # so that a program still running finds no peer and ends
                 answer = answers.receive_now()
         if tests.lost or answers.lost:
             raise SandboxError("a sandbox was ended from outside while tests ran")
@@ -99,8 +98,7 @@ class LocalSandbox:
 
     @contextlib.contextmanager
     def open(self, limits: Limits, passed: socket.socket | None = None) -> Iterator[Box]:
-        """A sandbox that nothing has run in; ``passed`` goes into it beside its link. All of it is gone when the
-        context is left."""
+        """Open a fresh sandbox; ``passed`` is passed in with its link. Leaving the context kills the sandbox."""
         if not self.host.nested:
             outer = Outer(self.host, "launcher", limits.tmp_bytes, passed, filtered=True)
             with Box(outer, outer.link, limits) as box:
@@ -117,8 +115,8 @@ class LocalSandbox:
 
 
 def _batch(box: Box, tests: Sequence[Test], limits: Limits, deadline: float, stop: bool) -> Iterator[Result]:
-    """Results of as many tests as one sandbox may see: until one fails with ``stop``, leaves something behind, or ends
-    the sandbox."""
+    """Yield results of tests in one sandbox, until a test fails with ``stop``, leaves files or processes behind, or
+    ends the sandbox."""
     for i, test in enumerate(tests):
         left = deadline - time.monotonic()
         if left <= 0:
@@ -127,11 +125,11 @@ def _batch(box: Box, tests: Sequence[Test], limits: Limits, deadline: float, sto
         box.send_test(test, wall_s, limits)
         result = box.receive(wall_s + GRACE_S)
         if result is None and i > 0:
-            return  # it may be what an earlier test left behind
+            return  # an earlier test's leftovers may be the cause
         if result is None:
             result = Result(-9, "wall", "", "the sandbox ended without a result", None, wall_s, 0.0)
         if result.limit == "wall" and wall_s < limits.wall_s:
-            return  # not its own time that was over, but everybody's
+            return  # the total time ran out, not the test's own
         yield result
         if box.used or (stop and not result.ok):
             return

@@ -1,4 +1,4 @@
-"""Whose is each name that tests use: theirs, Python's, or the program's."""
+"""Owner of each name that tests use: the tests, Python, or the program."""
 
 from __future__ import annotations
 
@@ -21,18 +21,17 @@ LIBRARY = {
     "deque": "collections",
     "isclose": "math",
 }
-"""Names that tests use without importing them, because the programs that they were written with did. Not functions
-whose names tasks have (gcd)."""
+"""Names that tests use without importing them, because their reference programs did. Without names of tasks' functions
+(gcd)."""
 
 
-@functools.lru_cache(maxsize=64)  # the answers of a group have the same tests
+@functools.lru_cache(maxsize=64)  # a group's responses share tests
 def owners(checks: Checks) -> tuple[list[str], dict[str, list[str]]]:
-    """Names to ask the program for; and Python's, as ``{name: [module, attribute or ""]}``. Raises SyntaxError or
-    ValueError.
+    """Return the names to get from the program, and Python's names as ``{name: [module, attribute or ""]}``. Raises
+    SyntaxError or ValueError.
 
-    No program may give the tests a ``set``, ``len`` or ``math`` of its own: builtins and modules are Python's. Only
-    where the tests use no other name is a builtin's name the program's: MBPP has a task whose function is called
-    ``sum``.
+    Builtins and modules are Python's, so that no program can replace the tests' ``set``, ``len`` or ``math``. Only if
+    the tests use no other name, a builtin's name is the program's: MBPP has a task with a function ``sum``.
     """
     source = "\n".join([checks.setup, *checks.tests])
     free = [name for name in undefined(source) if name != checks.entry]
@@ -44,7 +43,7 @@ def owners(checks: Checks) -> tuple[list[str], dict[str, list[str]]]:
 
 
 def undefined(source: str) -> list[str]:
-    """Names that the tests use and do not define."""
+    """Return the names that the tests use but do not define."""
     top = symtable.symtable(source, "<tests>", "exec")
     own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
     used: set[str] = set()
@@ -57,7 +56,7 @@ def undefined(source: str) -> list[str]:
 
 
 def library(source: str, free: list[str]) -> dict[str, list[str]]:
-    """Select the names that are Python's: modules used as ``name.attribute``, and what ``LIBRARY`` lists."""
+    """Return Python's names: modules used as ``name.attribute``, and names in ``LIBRARY``."""
     attributes = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
     bases = {node.id for node in attributes if isinstance(node, ast.Name)} & set(free)
     found = {

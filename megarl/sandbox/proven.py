@@ -12,13 +12,13 @@ from megarl.sandbox.local import LocalSandbox
 
 _lock = threading.Lock()
 known: dict[str | None, LocalSandbox] = {}
-"""Interpreter that was asked for -> the sandbox that a self-test has proven."""
+"""Requested interpreter -> sandbox proven by a self-test."""
 
 
 def local_sandbox(python: str | None = None) -> LocalSandbox:
-    """This machine's sandbox with that interpreter (None: one that it finds), after a self-test once per process.
+    """Return this machine's sandbox with interpreter ``python`` (None: a default), after one self-test per process.
 
-    Raises SandboxError when the isolation is not proven.
+    Raises SandboxError if the isolation is not proven.
     """
     with _lock:
         if python not in known:

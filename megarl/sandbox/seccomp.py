@@ -1,10 +1,10 @@
-"""The system calls that a program in the sandbox does not get, as a classic BPF program (``bwrap --seccomp``, or
+"""The system calls refused to programs in the sandbox, as a classic BPF program (``bwrap --seccomp``, or
 ``inside/zygote.py``).
 
 A list of refusals, not of permissions: Python and its extensions need most calls, and the namespaces do the isolating.
-Refused is what reaches around them (other namespaces, other processes' memory, kernel interfaces with a history of
-holes) and what holds memory that no limit counts (System V shared memory, memfds). Sockets are those of the empty
-network namespace: UNIX and IP; not vsock, netlink or the kernel's crypto. Numbers from the kernel's ``unistd_64.h`` and
+Refused are calls that bypass them (other namespaces, other processes' memory, kernel interfaces with a history of
+holes) and calls that allocate uncounted memory (System V shared memory, memfds). Sockets are those of the empty network
+namespace: UNIX and IP; not vsock, netlink or the kernel's crypto. Numbers from the kernel's ``unistd_64.h`` and
 ``asm-generic/unistd.h``.
 """
 
@@ -86,15 +86,15 @@ REFUSED = {
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
 }
-CLONE3 = (435, 435)  # its flags lie in memory, where a filter cannot look; with ENOSYS libc takes clone instead
+CLONE3 = (435, 435)  # its flags are in memory, which a filter cannot read; with ENOSYS libc uses clone instead
 CLONE = (56, 220)
 SOCKET = (41, 198)
 IOCTL = (16, 29)
 X32 = 0x40000000
 """Bit of the second set of system calls of x86_64."""
 CLONE_NEW = 0x00000080 | 0x00020000 | 0x02000000 | 0x04000000 | 0x08000000 | 0x10000000 | 0x20000000 | 0x40000000
-"""CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME lies in the bits of the exit
-signal, which no signal but those above 127 uses."""
+"""CLONE_NEWTIME, NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET. NEWTIME shares bits with the exit signal,
+used only by signals above 127."""
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 TIOCSTI, TIOCLINUX = 0x5412, 0x541C
 
@@ -147,7 +147,7 @@ def _instructions(machine: str) -> Iterator[bytes]:
 
 
 def program(machine: str | None = None) -> bytes:
-    """The filter for this machine, or for one of ``AUDIT_ARCH``. Raises SandboxError for other architectures."""
+    """Return the filter for this machine, or for one of ``AUDIT_ARCH``. Raises SandboxError for other architectures."""
     machine = machine or platform.machine()
     if machine not in AUDIT_ARCH:
         raise SandboxError(

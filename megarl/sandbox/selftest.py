@@ -1,7 +1,6 @@
-"""Proof, before the first program, that the isolation is there: probes of our own try what a hostile program would try.
+"""Self-test of the isolation before the first program: our probes try what a hostile program would try.
 
-A fifth of a second. A kernel, container or cluster that takes away one of the layers is found here and not by a
-submission.
+It takes 0.2 s. A kernel, container or cluster without one of the layers is detected here, not by a submission.
 """
 
 from __future__ import annotations
@@ -163,7 +162,7 @@ if os.fork() == 0:
 
 
 def prove(sandbox: LocalSandbox) -> None:
-    """Raises SandboxError with everything that is not as it must be."""
+    """Raise SandboxError listing all failed probes."""
     try:
         wrong = [*_probe(sandbox), *_next(sandbox), *_tree(sandbox), *_kill(sandbox)]
     except SandboxError as error:
@@ -208,7 +207,7 @@ def _probe(sandbox: LocalSandbox) -> Iterator[str]:
 
 
 def _next(sandbox: LocalSandbox) -> Iterator[str]:
-    """Check that files of one program are gone for the next."""
+    """Yield an error if a program sees an earlier program's files."""
     for _ in range(2):
         result = sandbox.run(LEAVE_PROBE, [Test()], LIMITS)[0]
         if result.stdout != "[] [] []\n":
@@ -222,7 +221,7 @@ def _tree(sandbox: LocalSandbox) -> Iterator[str]:
 
 
 def _kill(sandbox: LocalSandbox) -> Iterator[str]:
-    """A daemon that ignores every signal holds one end of a socket; the other end sees when it is gone."""
+    """Check that a daemon ignoring all signals is killed: the other end of its socket closes."""
     here, there = socket.socketpair()
     with here:
         with sandbox.open(LIMITS, there) as box:

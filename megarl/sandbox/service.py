@@ -1,7 +1,7 @@
-"""``megarl sandbox serve``: this host's sandbox over HTTP, for machines that may not make namespaces.
+"""``megarl sandbox serve``: this host's sandbox over HTTP, for machines without namespaces.
 
-Whoever has the key can use this host's cores, within the limits that each request names; nothing else. Results are
-given to whoever asked; nothing is kept.
+A client with the key can use this host's cores within each request's limits, and nothing else. Results go to the client
+and are not stored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MIN_KEY = 16
 
 
 class Service:
-    """At most ``workers`` requests run and ``queue`` more wait; others get 503 and may come again."""
+    """At most ``workers`` requests run and ``queue`` more wait; others get 503 and may retry."""
 
     def __init__(self, sandbox: Sandbox, key: str, workers: int, queue: int) -> None:
         for name, value, least in (("workers", workers, 1), ("queue", queue, 0)):
@@ -88,7 +88,7 @@ class Service:
             return _problem(503, "every place is taken; come again", {"Retry-After": "1"})
         self._taken += 1
         job = asyncio.ensure_future(self._work(request, work))
-        job.add_done_callback(self._free)  # also when the client has gone away: its program goes on to its limits
+        job.add_done_callback(self._free)  # also if the client has gone: its program runs until its limits
         return await asyncio.shield(job)
 
     def _free(self, job: asyncio.Future[Any]) -> None:
@@ -109,8 +109,8 @@ def _problem(status: int, text: str, headers: dict[str, str] | None = None) -> w
 
 
 def serve(host: str, port: int, workers: int | None, queue: int, python: str | None = None) -> int:
-    """Until a signal. Raises SandboxError when this host does not isolate, ConfigError for a key or number that will
-    not do."""
+    """Serve until a signal. Raises SandboxError if this host does not isolate, ConfigError for an invalid key or
+    number."""
     service = Service(local_sandbox(python), wire.key(), workers or len(os.sched_getaffinity(0)), queue)
     logging.info("sandbox service on http://%s:%d: %s", host, port, service._sandbox.describe())
     web.run_app(service.application(), host=host, port=port, print=None, access_log=None)

@@ -14,7 +14,7 @@ from megarl.sandbox.interface import Call, CheckResult, Checks, Limit, Limits, R
 KEY_VARIABLE = "MEGARL_SANDBOX_KEY"
 MAX_BODY_BYTES = 64 * 2**20
 REQUEST_HEADER, SIGNATURE_HEADER = "Megarl-Request", "Megarl-Signature"
-"""A random name that the client gives each request; and, with a reply, ``signature`` of both."""
+"""Headers: the client's random name of a request; in the reply, the ``signature`` of both."""
 
 
 def key() -> str:
@@ -22,7 +22,7 @@ def key() -> str:
 
 
 def signature(key: str, request: str, reply: bytes) -> str:
-    """Proof that a reply is the service's, whole, and to this request."""
+    """Return the signature that proves a reply complete, from the service and for this request."""
     return hmac.new(
         key.encode(), request.encode("utf-8", "surrogateescape") + b"\n" + reply, hashlib.sha256
     ).hexdigest()
@@ -60,7 +60,8 @@ def checks_from(data: dict[str, Any]) -> Checks:
 
 
 def description_from(reply: Any) -> str:
-    """Raise LookupError, TypeError or ValueError for a reply that no service gives, as those below."""
+    """Return the description in a reply. Raises LookupError, TypeError or ValueError for an invalid reply, as the
+    functions below."""
     return str(_is(_is(reply, dict)["sandbox"], str))
 
 

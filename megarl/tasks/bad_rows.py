@@ -19,10 +19,10 @@ from megarl.tasks.row_files import RowLocation
 FILE = "bad_rows.json"
 FIX = "fix the row, or leave out all such rows (taskset.bad_rows=drop)"
 WHOLE = "expert"
-"""Split whose rows are imported whole, or not at all."""
+"""Split with rows imported all or none."""
 
 Faults = MutableMapping[str, str]
-"""Task id -> the error of a row that is left out."""
+"""Task id -> error of a row that is left out."""
 Row = TypeVar("Row")
 
 
@@ -71,7 +71,7 @@ def _fix(prefix: str, goes_on: bool) -> str:
 
 
 def record(run_dir: Path, faults: Mapping[str, Mapping[str, str]]) -> None:
-    """Record the bad rows of each split. Raises DataError where the file cannot be written."""
+    """Record the bad rows of each split. Raises DataError if the file cannot be written."""
     path = run_dir / FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def record(run_dir: Path, faults: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def recorded(taskset: TasksetConfig, run_dir: Path) -> dict[str, frozenset[str]]:
-    """Split -> ids of the bad rows that the start of a run has left out; none where ``taskset.bad_rows=refuse``."""
+    """Return split -> ids of bad rows left out at the start of a run; none with ``taskset.bad_rows=refuse``."""
     if taskset.bad_rows == "refuse":
         return {}
     try:

@@ -18,14 +18,14 @@ FIELDS: dict[Kind, tuple[str, ...]] = {
     "demonstrations": (*ALL, "response", "messages", "ability", "images"),
     "preferences": (*ALL, "chosen", "rejected", "margin", "images"),
 }
-"""Fields of a row that ``taskset.columns`` may name a column for; ``extra_info.NAME`` is one entry of extra_info."""
+"""Fields of a row allowed in ``taskset.columns``; ``extra_info.NAME`` is one entry of extra_info."""
 SLIME = ("label", "metadata")
-"""slime's columns, where ``reward_model`` and ``extra_info`` are missing."""
+"""slime's columns, used if ``reward_model`` and ``extra_info`` are missing."""
 ENTRY = "extra_info."
 
 
 def check_fields(columns: Mapping[str, str], kind: Kind = "tasks") -> None:
-    """Raise ConfigError naming the first key that is no field of rows of this kind."""
+    """Raise ConfigError naming the first key that is not a field of this kind of rows."""
     known = FIELDS[kind]
     unknown = [name for name in columns if name not in known and not (name.startswith(ENTRY) and name != ENTRY)]
     if unknown:
@@ -59,7 +59,7 @@ def in_verl_form(
     data_source: str | None = None,
     kind: Kind = "tasks",
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """(names of the columns, rows) as verl would have written them.
+    """Return (names of the columns, rows) in verl's form.
 
     Args:
         names: All columns of the file.
@@ -87,14 +87,14 @@ def in_verl_form(
 
 
 def _conversation_fields(names: Sequence[str], columns: Mapping[str, str], kind: Kind) -> dict[str, str]:
-    """The field that ``conversations`` is, where the file has neither that field nor a column named for it."""
+    """Return the field taken from ``conversations`` if the file has neither that field nor a column for it."""
     field = "messages" if kind == "demonstrations" else "prompt"
     others = {field, "prompt", "messages"} & {*names, *columns}
     return {field: CONVERSATION} if CONVERSATION in names and not others else {}
 
 
 def _slime_fields(names: Sequence[str], columns: Mapping[str, str]) -> dict[str, str]:
-    """Fields that are in slime's columns: the file has them, and neither verl's nor one of ``columns``."""
+    """Return the fields to take from slime's columns: the file has these, but neither verl's nor one of ``columns``."""
     if "label" not in names or "reward_model" in names or "ground_truth" in columns:
         return {}
     with_info = "metadata" in names and "extra_info" not in names

@@ -1,4 +1,4 @@
-"""Task folders of Harbor (Apache-2.0), the form of Terminal-Bench, read as rows. Written for harbor 0.26.
+"""Task folders of Harbor (Apache-2.0), Terminal-Bench's format, read as rows. Written for harbor 0.26.
 
 A folder has ``task.toml``, ``instruction.md``, ``environment/Dockerfile``, ``tests/test.sh`` and mostly
 ``solution/solve.sh``. No container is made of it here, so what only a container could give is refused.
@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 SOURCE = "harbor"
 CANARY = re.compile(r"<!--.*canary.*-->|#.*canary.*", re.IGNORECASE)
-"""Leading lines of an instruction that no model gets, as in Harbor."""
+"""Leading lines of an instruction that are removed, as in Harbor."""
 REFUSED = {
     "steps": "has several steps",
     "environment.docker_image": "needs an image",
@@ -42,14 +42,14 @@ REFUSED = {
 """Settings of task.toml that need a container engine, unless they are 0 or empty."""
 NOT_READ = ("docker-compose.yaml", "docker-compose.yml", ".dockerignore")
 SYSTEM = ("bin", "dev", "etc", "lib", "lib32", "lib64", "logs", "proc", "python", "run", "sbin", "sys", "tests", "usr")
-"""Folders of / in which a task has no files of its own."""
+"""Folders of / in which a task may not have files."""
 MEMORY_MB, STORAGE_MB = 2048, 1024
-"""Where task.toml names none."""
+"""Default if task.toml names none."""
 TESTS_MB = 256
-"""Room of ``tests``."""
+"""Size limit of ``tests`` in MB."""
 PAGE = 4096
 MOST = 10**15
-"""Above all numbers of task.toml: seconds, or MB."""
+"""Upper bound of numbers in task.toml, in seconds or MB."""
 SIZES = {"K": 1 / 1024, "M": 1, "G": 1024}
 
 
@@ -61,7 +61,7 @@ class HarborTask:
     instruction: str
     workdir: str
     copies: tuple[tuple[Path, str], ...]
-    """Files and folders that ``COPY`` names -> absolute paths in the sandbox."""
+    """Files and folders of ``COPY`` -> absolute paths in the sandbox."""
     agent_s: float
     verifier_s: float
     memory_mb: int
@@ -72,7 +72,8 @@ class HarborTask:
 
 
 def read_folders(path: Path, prefix: str) -> list[Task]:
-    """Rows of a task folder, or of all in a folder, by their names. Raises DataError naming file and fix.
+    """Return the row of a task folder, or the rows of all task folders in a folder, by name. Raises DataError naming
+    file and fix.
 
     A row has a digest of its folder's files, so that it is another row when they change.
     """
@@ -147,7 +148,7 @@ def _is_task(folder: Path) -> bool:
 
 
 def _digest(folder: Path) -> str:
-    """Digest of all that is played of a task, with names, contents and modes."""
+    """Return the digest of a task's used files, with names, contents and modes."""
     found = hashlib.blake2b(digest_size=8)
     for place in ("task.toml", "environment", "tests"):
         for path in sorted([folder / place, *(folder / place).rglob("*")]):
@@ -165,7 +166,7 @@ def _bytes(path: Path) -> bytes:
 
 
 def _leads_out(link: Path, folder: Path) -> bool:
-    """Return True for a link that a sandbox with this folder and the machine's /usr does not resolve."""
+    """Return True for a link that a sandbox with only this folder and /usr cannot resolve."""
     target = os.readlink(link)
     if os.path.isabs(target):
         return not target.startswith("/usr/")
@@ -173,7 +174,7 @@ def _leads_out(link: Path, folder: Path) -> bool:
 
 
 def _check_room(file: Path, copies: Iterable[tuple[Path, str]], most_mb: int, fix: str) -> None:
-    """Refuse files that do not fit into one of the folders of / in which they are put."""
+    """Refuse files that exceed the size of their target folder in /."""
     pages: dict[str, int] = {}
     for source, place in copies:
         for path in [source, *source.rglob("*")]:
@@ -228,7 +229,7 @@ def _number(file: Path, found: Mapping[str, Any], name: str, default: float) -> 
 
 
 def _size(file: Path, found: Mapping[str, Any], name: str, default: int) -> int:
-    """MB of ``NAME_mb``, or of the older ``NAME``, a text such as 2G."""
+    """Return MB from ``NAME_mb``, or from the older ``NAME``, a text such as 2G."""
     old = _value(file, found, name)
     if old is None:
         return math.ceil(_number(file, found, f"{name}_mb", default))
@@ -251,7 +252,7 @@ def _variables(file: Path, found: Mapping[str, Any], name: str) -> dict[str, str
 
 
 def _docker(folder: Path) -> tuple[str | None, tuple[tuple[Path, str], ...]]:
-    """(working folder, files to copy) of a Dockerfile that has only FROM, WORKDIR and COPY."""
+    """Return (working folder, files to copy) of a Dockerfile with only FROM, WORKDIR and COPY."""
     file = folder / "Dockerfile"
     lines = _text(file).replace("\\\n", " ").split("\n")
     for name in NOT_READ:
@@ -279,7 +280,7 @@ def _docker(folder: Path) -> tuple[str | None, tuple[tuple[Path, str], ...]]:
 def _copies(
     file: Path, sources: list[str], target: str, workdir: str | None, before: list[tuple[Path, str]]
 ) -> Iterator[tuple[Path, str]]:
-    """Pairs of a COPY: contents of a folder, or a file, into or to its target.
+    """Return a COPY's (source, target) pairs: a folder's contents, or a file.
 
     Args:
         before: Pairs of the earlier lines, which have made folders.
@@ -296,7 +297,7 @@ def _copies(
 
 
 def _is_made(place: str, workdir: str | None, before: list[tuple[Path, str]]) -> bool:
-    """Return True for a folder that earlier lines of a Dockerfile have made."""
+    """Return True for a folder created by earlier lines of a Dockerfile."""
     above = PurePosixPath(place)
     if workdir is not None and PurePosixPath(workdir).is_relative_to(above):
         return True

@@ -23,10 +23,10 @@ from megarl.tasks.sources import place_of_row
 SETTING = "taskset.process"
 WANTED = "def process(task) or async def process(task, ask), which returns a task, or None to drop it"
 PROMPT = "{prompt}"
-"""Stands for the prompt in ``taskset.prompt_template``."""
+"""Placeholder of the prompt in ``taskset.prompt_template``."""
 
 Ask = Callable[[str], Awaitable[str]]
-"""A prompt -> the text that the model at ``reward.judge.url`` writes."""
+"""Returns the response of the model at ``reward.judge.url`` to a prompt."""
 Process = Callable[[Task], Task | None]
 AsyncProcess = Callable[[Task, Ask], Awaitable[Task | None]]
 
@@ -71,7 +71,7 @@ def _load(path: str) -> Any:
 
 
 def _called(process: Process, taskset: TasksetConfig, split: str, row: Task) -> Task | None:
-    """The task that the function makes of a row; its id is the row's."""
+    """Return the function's task for a row, with the row's id."""
     with _named(process, taskset, split, row):
         task = process(row)
     return _task_of(row, task, taskset, split)
@@ -80,8 +80,8 @@ def _called(process: Process, taskset: TasksetConfig, split: str, row: Task) -> 
 async def _asked(
     process: AsyncProcess, taskset: TasksetConfig, split: str, rows: Sequence[Task], judge: JudgeConfig
 ) -> list[Task | None]:
-    """Call the function for all rows, ``reward.judge.concurrency`` of them at once."""
-    from megarl.rewards.judge.judge import Judge  # aiohttp: only where a model is asked
+    """Call the function for all rows, ``reward.judge.concurrency`` of them concurrently."""
+    from megarl.rewards.judge.judge import Judge  # aiohttp: only if a model is asked
 
     free = asyncio.Semaphore(judge.concurrency)
     async with Judge(judge) as model:
@@ -102,7 +102,7 @@ async def _asked(
 
 
 def _checked(judge: JudgeConfig) -> JudgeConfig:
-    """Raise ConfigError unless there is a model to ask, and a file that keeps what it has written."""
+    """Raise ConfigError unless a model and a file for its responses are set."""
     if judge.url is None or judge.url == JUDGE_IS_ROLLOUT:
         raise ConfigError(
             f"{SETTING} has an async function, which asks the model at reward.judge.url before any engine runs; "
@@ -118,7 +118,7 @@ def _checked(judge: JudgeConfig) -> JudgeConfig:
 
 @contextmanager
 def _named(process: Callable[..., Any], taskset: TasksetConfig, split: str, row: Task) -> Iterator[None]:
-    """Errors of a user's function with the row before them, as DataError."""
+    """Raise errors of a user's function as DataError that names the row."""
     try:
         yield
     except Exception as error:
@@ -171,7 +171,7 @@ WORDS = {
     **dict.fromkeys(("hard", "difficult", "advanced", "competition"), 5.0),
     **dict.fromkeys(("very hard", "expert"), 6.0),
 }
-"""Difficulties in words, as LeetCode, APPS and TACO have them, as numbers."""
+"""Difficulty words of LeetCode, APPS and TACO -> numbers."""
 SEPARATOR = re.compile(r"(?<=[a-z])[-_]")
 LEVEL = re.compile(r"(?:level |grade |difficulty )?(-?[0-9]{1,9}(?:\.[0-9]{1,9})?)", re.ASCII)
 """A difficulty in digits, as MATH's ``Level 5``."""

@@ -30,14 +30,14 @@ RECIPE = b"megarl.recipe"
 
 @dataclass(frozen=True)
 class RowLocation:
-    """Position of a value, for messages about it."""
+    """Position of a value, for error messages."""
 
     path: Path
     row: int
     """Its number among the rows, from 0."""
 
     def refuse(self, field: str, expected: str, seen: Any) -> NoReturn:
-        """Raise DataError for a value that is not as expected."""
+        """Raise DataError for an unexpected value."""
         raise DataError(f"{place_of(self.path, self.row)}: {field} must be {expected}, got {short(seen)}")
 
 
@@ -76,7 +76,7 @@ def is_json(path: str | os.PathLike[str]) -> bool:
 
 
 def read_table(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[dict[str, Any]]]:
-    """(names of all columns, rows with those of ``wanted`` that are there); in JSON a key that a row lacks is None.
+    """Return (names of all columns, rows with the existing columns of ``wanted``); a missing JSON key is None.
 
     Raises DataError when there is no such file, it cannot be read, or it has no rows.
     """
@@ -106,7 +106,7 @@ def _read_parquet(path: Path, wanted: Sequence[str]) -> tuple[list[str], list[di
 
 
 def _in_microseconds(table: pa.Table) -> pa.Table:
-    """The table with times to the microsecond, since Python has none to the nanosecond (pandas writes those)."""
+    """Return the table with times in microseconds, since Python lacks the nanoseconds that pandas writes."""
     schema = pa.schema([field.with_type(_to_microseconds(field.type)) for field in table.schema])
     return table if schema.equals(table.schema) else table.cast(schema, safe=False)
 
@@ -175,7 +175,7 @@ def is_list(path: Path) -> bool:
 
 
 def _check_characters(path: Path, place: str, row: Mapping[str, Any]) -> None:
-    """Raise DataError for a value that UTF-8, and so tokenizers and stores, cannot hold."""
+    """Raise DataError for a value that UTF-8, and so tokenizers and stores, cannot encode."""
     for name, value in row.items():
         try:
             json.dumps(value, ensure_ascii=False).encode()
@@ -222,7 +222,7 @@ def read_recipe(path: str | os.PathLike[str]) -> dict[str, Any] | None:
         found = (pq.read_schema(path).metadata or {}).get(RECIPE)
         value = json.loads(found) if found else None
     except (pa.ArrowInvalid, OSError, ValueError):
-        return None  # who reads its rows reports what is wrong with it
+        return None  # the reader of its rows reports the error
     return value if isinstance(value, dict) else None
 
 
@@ -247,7 +247,7 @@ def json_struct(location: RowLocation, field: str, value: Any) -> dict[str, Any]
 
 
 def json_value(value: Any) -> Any:
-    """Return a value of a row as JSON has it: the store and a run that goes on have the same.
+    """Return a row's value in JSON types, so that the store and a resumed run have equal values.
 
     NaN, infinities and missing times are null, times are ISO 8601 text, durations are seconds. A decimal is the number
     that is equal to it, or its text. Other values stay.
@@ -276,14 +276,14 @@ def _number(value: Decimal) -> int | float | str | None:
 
 
 def text_of(location: RowLocation, field: str, value: Any) -> str:
-    """A text with something in it. Raises DataError otherwise."""
+    """Return a non-empty text. Raises DataError otherwise."""
     if not isinstance(value, str) or not value:
         location.refuse(field, "a non-empty string", value)
     return value
 
 
 def source_of(location: RowLocation, row: Mapping[str, Any]) -> str:
-    """``data_source`` where it may be left out."""
+    """Return an optional ``data_source``."""
     source = row.get("data_source")
     return "" if source is None else text_of(location, "data_source", source)
 

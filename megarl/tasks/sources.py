@@ -28,7 +28,7 @@ def sources_of(taskset: TasksetConfig, split: str) -> dict[str, SourceConfig]:
 
 
 def source_of(task_id: str) -> str:
-    """Name of the source that a task is from; empty for a single file."""
+    """Return the name of a task's source; empty for a single file."""
     parts = task_id.split("/")
     return parts[1] if len(parts) > 2 else ""
 
@@ -59,7 +59,7 @@ def read_tasks(
 
 
 def place_of_row(taskset: TasksetConfig, split: str, row: Task | Preference) -> str:
-    """``FILE: row N`` of a row that was read for a split; N counts from 1."""
+    """Return ``FILE: row N`` of a split's row; N counts from 1."""
     path = getattr(taskset, split)
     if not isinstance(path, str):
         path = path[source_of(row.task_id)].path
@@ -67,7 +67,7 @@ def place_of_row(taskset: TasksetConfig, split: str, row: Task | Preference) -> 
 
 
 def single_file(taskset: TasksetConfig, split: str) -> str:
-    """Path of a split that is one file. Raises DataError for several."""
+    """Return the path of a single-file split. Raises DataError for several files."""
     path = getattr(taskset, split)
     if not isinstance(path, str):
         raise DataError(f"taskset.{split} names several files, and this kind of rows is read from one; give one file")

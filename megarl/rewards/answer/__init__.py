@@ -1,1 +1,1 @@
-"""The answer in a response of any subject (``grammar``); how people write numbers, units, formulas and orders."""
+"""The answer in a response of any subject (``grammar``); and notations of numbers, units, formulas and orders."""

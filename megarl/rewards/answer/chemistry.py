@@ -77,13 +77,13 @@ _ATOM = re.compile(r"([A-Z][a-z]?)(\d*)|([(\[])|[)\]](\d*)|(·)(\d*)")
 @dataclass(frozen=True)
 class Term:
     name: str
-    """Name in one way of writing: ``SO4^2-``."""
+    """Canonical form of the name: ``SO4^2-``."""
     coefficient: str
     mark: str = ""
     """↑ or ↓."""
     state: str = ""
     telling: bool = False
-    """No word, abbreviation or name of a point could look so."""
+    """True if it cannot be a word, an abbreviation or the name of a point."""
     atoms: Counter[str] = field(default_factory=Counter, hash=False, compare=False)
 
 
@@ -105,13 +105,13 @@ def _written(text: str) -> str:
 
 
 def may_be(text: str) -> bool:
-    """A cheap look before ``chemical``: capitals, no lower-case words."""
+    """Return True for capitals without lower-case words: a cheap check before ``chemical``."""
     return len(text) <= MAX_LENGTH and bool(re.search(r"\\ce|[A-ZＡ-Ｚ]|[一-鿿]\s*\+", text))
 
 
 @functools.lru_cache(maxsize=512)
 def chemical(text: str) -> Reading | None:
-    """A gold that is a formula or an equation beyond doubt; None for everything else."""
+    """Parse a gold that is unambiguously a formula or an equation; None for other texts."""
     reading = read(text)
     if reading is None:
         return None
@@ -209,7 +209,7 @@ def _ordered(isotope: str) -> str:
 
 
 def _atoms(body: str) -> Counter[str] | None:
-    """Count each element; None for text that is no formula, counts of 0 or 1, and brackets that do not match."""
+    """Count each element; None for other text, counts of 0 or 1, and unmatched brackets."""
     stack: list[Counter[str]] = [Counter()]
     factor, at = 1, 0
     for match in _ATOM.finditer(body):

@@ -52,7 +52,7 @@ the forms above it.
 """
 
 MAX_RESPONSE = 200_000
-"""Characters from the end of a response that are looked at; a final answer is at the end."""
+"""Number of characters read at the end of a response, where a final answer is."""
 
 MAX_LINE = 100
 """Characters of an ``Answer:`` line before a box; a longer one is a heading with its text."""
@@ -142,7 +142,7 @@ def after_thinking(text: str) -> str:
 
 
 def _answered(response: str) -> str:
-    """The answer after the thought, with table rows as lines and without plain tags of HTML."""
+    """Return the answer after the thought, with table rows as lines and without plain HTML tags."""
     text = marks.with_answer_tags(after_thinking(response))
     if "|" in text:
         text = marks.without_tables(text)
@@ -150,7 +150,7 @@ def _answered(response: str) -> str:
 
 
 def boxes(text: str) -> Iterator[tuple[int, str]]:
-    """(end, content) of every outermost box in order. A box that is not closed has content ''."""
+    """Yield (end, content) of every outermost box in order; an unclosed box has content ``''``."""
     at = 0
     while match := _BOX.search(text, at):
         start = match.end()
@@ -175,7 +175,7 @@ def _closing_brace(text: str, start: int) -> int:
 
 
 def last_box(text: str) -> str | None:
-    """Content of the last box (of the innermost, when boxes are nested), or None without any."""
+    """Return the content of the last box (the innermost if nested), or None without one."""
     answer = None
     for _ in range(MAX_NESTED_BOXES):
         found = [content for _, content in boxes(text)]
@@ -196,7 +196,7 @@ def last_tag(text: str) -> tuple[int, str] | None:
 
 
 def extract(response: str, answer_format: str = "any") -> str:
-    """The final answer of a response, or '' when it gives none.
+    """Return the final answer of a response, or ``''`` without one.
 
     ``answer_format``: ``any``, ``box`` (only a box counts), ``hashes`` (only GSM8K's ``#### answer``) or ``line`` (the
     last ``Answer:`` line, as DAPO's prompt asks; without one, as ``any``). Of boxes, ``<answer>`` tags and ``####``
@@ -210,7 +210,7 @@ def extract(response: str, answer_format: str = "any") -> str:
 
 
 def _any(text: str, answer_format: str) -> str:
-    """The answer of the box, tag or ``####`` line that ends last, or else of the text."""
+    """Return the answer of the box, tag or ``####`` line that ends last, else of the text."""
     found: list[tuple[int, str, str, Callable[[str], str]]] = []
     if answer_format in ("any", "box") and (all_boxes := list(boxes(text))):
         found.append((all_boxes[-1][0], "box", all_boxes[-1][1], _innermost))
@@ -306,7 +306,7 @@ def _after_phrase(text: str) -> str | None:
     stop = _SENTENCE_END.search(rest)
     if stop and _LETTERS.fullmatch(rest):  # "The answer is B. A C D"
         stop = None
-    asked = "?" if stop and stop.group() in "?？" else ""  # kept: a question is no answer to anything else
+    asked = "?" if stop and stop.group() in "?？" else ""  # kept: a question is no answer
     answer = marks.undecorated(_REASON.sub("", rest[: stop.start()] if stop else rest)).strip().strip("*").strip()
     answer = marks.unbracketed(text[: matches[first].start()], answer) + asked
     if asked:
@@ -391,7 +391,7 @@ _COUNTERS = re.compile(
 
 
 def explained(text: str) -> tuple[str, str] | None:
-    """(answer, rest) of an answer that its explanation follows."""
+    """Split (answer, rest) an answer followed by its explanation."""
     if "\n" not in text and "【" not in text:
         return None
     if (headed := _HEADED.search(text)) and len(re.findall(r"答案[】\]]", text)) == 1:

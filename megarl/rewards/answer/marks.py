@@ -1,4 +1,4 @@
-"""Marks around a final answer: what announces it ("Final answer:", "Ans."), what decorates it (✅, ∎, bold)."""
+"""Marks around a final answer: announcements ("Final answer:", "Ans.") and decoration (✅, ∎, bold)."""
 
 from __future__ import annotations
 
@@ -130,5 +130,5 @@ def without_html(text: str) -> str:
 
 
 def without_bold(text: str) -> str:
-    """A line whose bold words are plain; ``2**3`` is a power."""
+    """Remove bold marks from a line; ``2**3`` is a power."""
     return _BOLD_WORDS.sub(r"\1", text) if "**" in text else text

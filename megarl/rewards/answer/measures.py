@@ -56,7 +56,7 @@ class Measure:
 
 
 def _factor(symbol: str) -> tuple[Fraction, str] | None:
-    """(factor, dimension) of ``cm^2`` or ``km/h``; None for a unit that is not converted."""
+    """(factor, dimension) of ``cm^2`` or ``km/h``; None for a unit that cannot be converted."""
     factor, dimensions = Fraction(1), []
     for index, part in enumerate(symbol.split("/")):
         match = _PIECE.fullmatch(part)

@@ -13,12 +13,12 @@ from fractions import Fraction
 from megarl.rewards.answer import units
 
 MAX_DIGITS = 2000
-"""Numbers with more digits, or a larger power of ten, are compared as text only."""
+"""Most digits, and largest power of ten, of numbers that are compared by value; others are compared as text."""
 MIN_ROUNDED_DIGITS = 6
 """A decimal equals an exact value that it rounds if it has this many significant digits (math-verify's places)."""
 
 _REMEMBERED = 300
-"""Characters of texts whose cleaned form is kept: one verdict cleans the same few texts several times."""
+"""Most characters of texts with a cached cleaned form: one verdict cleans the same few texts several times."""
 
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _SIGNS: dict[int, str] = {
@@ -262,7 +262,7 @@ class Quantity:
 
     value: Fraction
     places: int | None = None
-    """Digits after the point, for a decimal."""
+    """Digits after the decimal point; None unless a decimal."""
     digits: int = 0
     """Significant digits of a decimal."""
     percent: bool = False
@@ -364,7 +364,8 @@ def rounds_to(decimal: Quantity, value: Fraction) -> bool:
 
 
 def same_quantity(gold: Quantity, pred: Quantity) -> bool:
-    """Equal value, and no other unit. A missing unit or percent sign is forgiven, a wrong one is not."""
+    """Return True for equal values and no different unit. A missing unit or percent sign is allowed, a wrong one is
+    not."""
     if (
         (gold.unit and pred.unit and gold.unit != pred.unit)
         or (gold.percent and pred.unit)

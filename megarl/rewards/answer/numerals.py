@@ -78,7 +78,7 @@ _FORMAL = str.maketrans("壹贰叁肆伍陆柒捌玖拾佰仟", "一二三四五
 _SIGNS = "零〇一二两三四五六七八九十百千万亿"
 _NUMERAL = f"[{_SIGNS}]+"
 _TOO_LONG = re.compile(rf"[{_SIGNS}]{{41}}")
-"""A numeral that nobody writes; its value could have thousands of digits."""
+"""Implausible numerals, whose value could have thousands of digits."""
 _HAN = re.compile(
     rf"(?P<sign>负)?(?:(?P<share>百分之|千分之)(?P<shared>{_NUMERAL}|\d+(?:\.\d+)?)"
     rf"|(?:(?P<mixed>{_NUMERAL}|\d+)又)?(?P<low>{_NUMERAL}|\d+)分之(?P<high>{_NUMERAL}|\d+)"

@@ -51,7 +51,7 @@ def _bare(text: str) -> str:
 
 
 def _forward(text: str) -> str:
-    """``B→A→C`` of ``C←A←B``; a text with arrows both ways is left as it is."""
+    """``B→A→C`` of ``C←A←B``; a text with arrows in both directions stays unchanged."""
     items = _TURNED_ARROW.split(text)
     return text if len(items) < 2 or re.search(_ARROW, text) else "→".join(reversed(items))
 
@@ -73,7 +73,7 @@ def numbers(text: str) -> list[int] | None:
 
 
 def circled_in(text: str) -> list[int]:
-    """Every circled number of a text."""
+    """Return every circled number of a text."""
     return [_CIRCLED[sign] for sign in re.findall(_SIGN, text)]
 
 
@@ -84,7 +84,7 @@ def label(name: str) -> int | None:
 
 
 def same_selection(gold: Sequence[int], pred: str) -> bool:
-    """Return True if ``pred`` names the same numbers, in any order."""
+    """Return True if ``pred`` has the same numbers, in any order."""
     found = numbers(pred)
     return found is not None and len(found) == len(set(found)) and set(found) == set(gold)
 

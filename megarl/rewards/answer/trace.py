@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 MAX_STEPS = 200
-"""Steps of one verdict that are kept."""
+"""Most recorded steps of one verdict."""
 MAX_TEXT = 200
 """Characters of the ground truth in a step; the whole text has at most twice as many."""
 
@@ -57,7 +57,7 @@ def _record(step: Step) -> None:
 
 @contextmanager
 def recorded() -> Iterator[list[Step]]:
-    """Record the steps of the verdicts in the block, which run in this thread alone."""
+    """Record the steps of verdicts in the block, in this thread only."""
     global _steps
     steps: list[Step] = []
     _steps = steps

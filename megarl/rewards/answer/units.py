@@ -1,4 +1,4 @@
-"""Names of units, English and Chinese, and what may stand after a number without changing it."""
+"""Names of units, English and Chinese, and words after a number that do not change it."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ _SYMBOL = {name: symbol for symbol, names in _NAMES.items() for name in names.sp
 
 
 def names() -> dict[str, str]:
-    """Every name of a unit -> its symbol."""
+    """Return name -> symbol for every unit."""
     return dict(_SYMBOL)
 
 

@@ -1,1 +1,1 @@
-"""Programs that are judged by running them."""
+"""Verifiers that run programs."""

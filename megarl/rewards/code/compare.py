@@ -1,4 +1,4 @@
-"""Is what a program printed or returned what was expected? Pure functions over text that may be hostile.
+"""Comparison of a program's output or return value with the expected one. Pure functions on untrusted text.
 
 Nothing here builds a set or dict of what the program sent, or asks it how equal it is.
 """

@@ -46,7 +46,7 @@ def _language(match: re.Match[str]) -> str:
 
 
 def _body(match: re.Match[str]) -> str:
-    """Without the fence's own indentation, and without a closing fence that is glued to the last line."""
+    """Remove the fence's indentation, and a closing fence at the end of the last line."""
     body = match["body"]
     if match["open"] is not None:
         body = re.split(rf"(?<=\S){re.escape(match['fence'])}[ \t]*$", body, maxsplit=1, flags=re.MULTILINE)[0]

@@ -1,5 +1,5 @@
-"""Finds tests that look at what a program's function did to its argument. The sandbox passes copies, so they would
-always see none of it."""
+"""Finds tests that check a function's changes to its argument. The sandbox passes copies, so they would always see none
+of it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MAKERS = (
 CHANGEABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
 
 
-@functools.lru_cache(maxsize=64)  # the answers of a group have the same tests
+@functools.lru_cache(maxsize=64)  # a group's responses share tests
 def looked_at_in_place(checks: Checks) -> str | None:
     """A name of a list, dict or set that the tests give to the program and read in a later statement, other than to
     give it again.
@@ -54,7 +54,7 @@ def _names_given(call: ast.Call) -> list[ast.Name]:
 
 
 def _scopes(tree: ast.Module) -> Iterator[list[ast.stmt]]:
-    """The statements of the module, and of each function."""
+    """Yield the statements of the module, and of each function."""
     yield tree.body
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):

@@ -34,7 +34,7 @@ class Cases:
 
     tests: tuple[Test, ...]
     expected: tuple[Any, ...]
-    """The text of stdout, or the returned value of a call, as JSON has it."""
+    """Expected stdout, or expected return value of a call as JSON."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Cases | Asserts]] = {
     "test": _humaneval,
     "test_code": _skywork,
 }
-"""The field that tells a format -> its reader."""
+"""Field that identifies a format -> its reader."""
 
 
 def _json(value: Any) -> Any:

@@ -20,7 +20,7 @@ from megarl.rewards.code.tests import Asserts, Cases, parse
 from megarl.sandbox.interface import MIB, Limits, Sandbox, Test
 
 FIRST_BATCH, BATCH = 4, 16
-"""Tests of one request. A wrong program is mostly found by the first; a start costs as much as a few tests."""
+"""Tests of one request. The first tests find most wrong programs; a start costs as much as a few tests."""
 
 OWN_SHARE = 0.5
 """Share of ``reward.code.item_s`` from which on a program itself, and not the sandbox's starts, has spent the time."""
@@ -115,7 +115,7 @@ def _score_cases(sandbox: Sandbox, program: str, row: Cases, config: CodeConfig)
             why = why or (wrong and f"test {done}: {wrong}")
             if why and config.score == "all":
                 return _verdict(passed, row.tests, config, why)
-        if len(results) < len(tests):  # the time of all is spent
+        if len(results) < len(tests):  # the total time ran out
             slow = struck or ran_s >= OWN_SHARE * config.item_s
             return _too_late(passed, done, row.tests, config, why, slow=slow)
     return _verdict(passed, row.tests, config, why)
@@ -129,7 +129,7 @@ def _batches(row: Cases) -> Iterator[tuple[Sequence[Test], Sequence[Any]]]:
 
 
 def _wrong(stdout: str, value: str | None, test: Test, expected: Any) -> str:
-    """Reason why it is not the right answer; empty when it is."""
+    """Return the reason why a result is wrong; ``""`` if right."""
     if test.call is None:
         return "" if same_output(stdout, expected) else "other output"
     if value is None:
@@ -181,7 +181,7 @@ def _method_as_function(program: str, entry: str | None) -> str:
 
 
 def with_imports(program: str) -> str:
-    """The program after imports of what it seems to use and perhaps forgets to import."""
+    """Return the program with imports of modules that it seems to use."""
     if "__future__" in program:
         return program  # must stand first
     words = set(WORD.findall(program))

@@ -1,4 +1,4 @@
-"""Judgements already made: one SQLite file, which several processes may share and any of them may be killed over."""
+"""Cache of judgements in one SQLite file, shared by processes and safe against kills."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.core.text import without_surrogates
 log = logging.getLogger(__name__)
 
 BUSY_S = 60.0
-"""Timeout of writers that take turns; each needs milliseconds."""
+"""Lock timeout in seconds of writers; each write takes milliseconds."""
 
 
 class JudgementCache:
@@ -71,6 +71,6 @@ class JudgementCache:
             log.warning("reward.judge.cache=%s cannot be written: %s", self._path, error)
 
     def close(self) -> None:
-        """Finish the writes that are under way, then close."""
+        """Finish pending writes, then close."""
         self._thread.shutdown()
         self._connection.close()

@@ -31,9 +31,9 @@ SECOND_TEMPERATURE = 0.7
 NO_ANSWER = "I do not know."
 """Answer that is judged where another one gets no verdict: a verdict over this one shows that the other is at fault."""
 WRONG = {"score": 0.0, "status": "wrong", "acc": False, "votes_for": 0, "votes_against": 0, "cached": False}
-"""The verdict over an answer that is not judged."""
+"""Verdict of an answer that is not judged."""
 CACHE_FORMAT = 1
-"""Raised when the prompt or the reading of replies changes."""
+"""Cache version: raise it when the prompt or the parsing of replies changes."""
 
 
 class _Reply(NamedTuple):
@@ -106,7 +106,7 @@ class Judge:
         await self.close()
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel requests in flight."""
         running = list(self._running.values())
         for task in running:
             task.cancel()
@@ -207,11 +207,11 @@ class Judge:
         return result | {"cached": False}
 
     async def _judges(self, question: str, answer: str, reference: str) -> bool:
-        """Return True if the judge gives a verdict over an answer."""
+        """Return True if the judge gives a verdict on an answer."""
         return isinstance(await self._vote(fill(self._rubric, question, answer, reference), 0, []), Vote)
 
     async def _vote(self, prompt: str, index: int, replies: list[str]) -> Vote | RequestFailed | None:
-        """None: asked twice, and no verdict."""
+        """Return one vote; None after two replies without a verdict."""
         temperature = self._config.temperature
         asked = ((index, temperature), (self._config.votes + index, max(temperature, SECOND_TEMPERATURE)))
         for seed, warmth in asked:

@@ -65,7 +65,7 @@ class Vote(NamedTuple):
 
 
 def read_rubric(path: str | None) -> str:
-    """The template of ``reward.judge.rubric``, or megarl's own.
+    """Return the template of ``reward.judge.rubric``, or megarl's.
 
     Raises ConfigError when it cannot be read, lacks {question} or {answer}, or has other fields. {reference} may be
     missing.
@@ -97,7 +97,7 @@ def read_rubric(path: str | None) -> str:
 
 
 def reference_text(ground_truth: Any) -> str:
-    """``ground_truth`` as the judge reads it; '' for none."""
+    """Return ``ground_truth`` as text for the judge; ``''`` for none."""
     if ground_truth is None or isinstance(ground_truth, str):
         return ground_truth or ""
     return json.dumps(ground_truth, ensure_ascii=False, sort_keys=True, default=str)

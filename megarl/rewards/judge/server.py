@@ -20,16 +20,16 @@ from megarl.core.errors import ConfigError
 
 KEY_VARIABLE = "MEGARL_JUDGE_KEY"
 BACKOFF_S = 0.5
-"""Before the first repetition, doubled for each further one, times 0.5 to 1.5 by chance."""
+"""First wait in seconds before a retry; doubled for each further one, times a random 0.5 to 1.5."""
 MAX_WAIT_S = 60.0
 REFUSALS = (400, 413, 422)
-"""Statuses by which a server refuses what a request holds."""
+"""Statuses with which a server refuses a request's content."""
 
 T = TypeVar("T")
 
 
 class RequestFailed(RuntimeError):
-    """A request got no usable answer, after all retries."""
+    """A request got no usable reply after all retries."""
 
     def __init__(
         self,
@@ -43,15 +43,15 @@ class RequestFailed(RuntimeError):
         super().__init__(message)
         self.status = status
         self.wait_s = wait_s
-        """Seconds until the server may be asked again; None where a repetition is useless."""
+        """Seconds until a retry; None if a retry is useless."""
         self.away = away
-        """True if one of the job's own engines is gone or has no weights yet: it is being replaced."""
+        """True if one of the job's engines is down or has no weights yet, because it is being replaced."""
         self.refused = refused
         """True if the server takes no such request, for example one that is too long."""
 
 
 class JudgeServer:
-    """OpenAI-compatible servers of one model, which take turns.
+    """OpenAI-compatible servers of one model, used in turn.
 
     Args:
         bases: Returns the base URLs of the servers that are there now, one or more.
@@ -86,7 +86,7 @@ class JudgeServer:
             await self._session.close()
 
     async def models(self) -> list[str]:
-        """Names that the server has, at least one. Raises ConfigError when it has none."""
+        """Return the server's model names. Raises ConfigError if it has none."""
         try:
             names = await self.request(
                 "GET", "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]]
@@ -154,12 +154,12 @@ class JudgeServer:
             raise RequestFailed(self._hide(f"the judge at {url} answered what is no reply: {text[:300]!r}")) from None
 
     def _hide(self, text: str) -> str:
-        """A server's message may repeat the key."""
+        """Remove the key from a server's message."""
         return text.replace(self._key, "***") if self._key else text
 
 
 def _retry_after(header: str | None) -> float:
-    """Seconds; of a date those until then. 0 without the header, or with one that says neither."""
+    """Return the seconds of the header, or until its date; 0 if missing or invalid."""
     if header is None:
         return 0.0
     with contextlib.suppress(ValueError):

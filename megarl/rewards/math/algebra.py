@@ -28,7 +28,7 @@ _CAPITAL = re.compile(r"\\math[a-z]+\s*\{[A-Z]\}|\\[A-Za-z]+|([A-Z])(?:_\{?(\w+)
 """Capital letters that are variables; math-verify makes them small, and R would equal r."""
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _SUFFIXED = re.compile(r"(?<![\\A-Za-z_])(?<!_\{)[a-hj-z]\d")
-"""``x2``, which nobody writes for 2x: it may be a power or an index. ``i4`` is 4i."""
+"""``x2``, which does not mean 2x: it may be a power or an index. ``i4`` is 4i."""
 _DERIVATIVE = re.compile(r"\\partial|\\d+ot(?![a-z])|\\prime|'|\\frac\s*\{\s*d\s*(?:\^|[a-z\\}]).*\}\s*\{\s*d\s*[a-z]")
 """SymPy takes dx/dt for 0 where x is a symbol; differential equations are compared as text."""
 _POINTS = 4
@@ -188,7 +188,7 @@ def _points(*expressions: Any) -> list[dict[Any, Any]]:
 
 
 def _number_at(expr: Any, point: dict[Any, Any]) -> Any:
-    """Its value as a SymPy number, or None where it has none."""
+    """Return its value as a SymPy number, or None without one."""
     try:
         value = expr.doit().evalf(30, subs=point, maxn=200)
         return value if value.is_number and abs(value).is_finite and not value.free_symbols else None

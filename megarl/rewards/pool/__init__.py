@@ -1,1 +1,1 @@
-"""The processes that reward functions run in."""
+"""The processes that run reward functions."""

@@ -38,7 +38,7 @@ END_S = 10.0
 DRAIN_S = 0.1
 """Seconds for which the last output of an ended process is read: what it forked may keep its socket open."""
 LOOK_S = 0.1
-"""Seconds between two looks at a process where Linux cannot report its end."""
+"""Seconds between two polls of a process if Linux cannot report its end."""
 servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
 """Fork servers of a process, by its id and the modules that they have imported."""
 _roots: dict[int, ForkRoot] = {}
@@ -62,7 +62,7 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, limit: int, output: PrintedOutput | None = None, modules: Sequence[str] = ()) -> Self:
-        """Start one whose lines have at most ``limit`` bytes. What it prints goes to ``output``, or else to stderr.
+        """Start one whose lines have at most ``limit`` bytes. Its printed output goes to ``output``, else to stderr.
 
         Args:
             modules: Those that its verifiers import late.
@@ -92,12 +92,12 @@ class RewardProcess:
             self.writer.transport.abort()
 
     async def status(self) -> int | None:
-        """Exit status of a process whose socket is closed; None if it runs on."""
+        """Return the exit status of a process with a closed socket; None if it still runs."""
         await asyncio.wait([self._watching], timeout=1.0)
         return self._process.poll()
 
     async def end(self) -> None:
-        """Kill it and all that it started. Returns when it is gone, or after END_S."""
+        """Kill it and its descendants. Returns at its end, or after END_S."""
         self.writer.transport.abort()
         if self._process.poll() is None:
             kill_tree(self.pid)
@@ -131,7 +131,7 @@ def end_servers() -> None:
 
 
 def _start(server: ForkServer, connection: int, printed: int) -> subprocess.Popen[bytes] | Forked:
-    """Fork a worker, or start one where that is not possible."""
+    """Fork a worker, or start one if forking is impossible."""
     argv = ["-m", WORKER, str(os.getpid())]
     with open(os.devnull, "wb") as null:
         output = null.fileno() if printed == subprocess.DEVNULL else printed
@@ -171,7 +171,7 @@ async def _ended(process: subprocess.Popen[bytes] | Forked) -> None:
 
 
 def kill_tree(leader: int) -> None:
-    """SIGKILL to a process group, and to descendants of its leader that have left it."""
+    """Kill a process group, and its leader's descendants that have left it."""
     descendants: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         descendants = psutil.Process(leader).children(recursive=True)

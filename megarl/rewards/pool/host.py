@@ -71,7 +71,7 @@ class RewardHost:
 
     @property
     def busy(self) -> int:
-        """Processes that run."""
+        """Running processes."""
         return len(self._open)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -124,14 +124,14 @@ class RewardHost:
 async def _copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     while data := await source.read(65536):
         target.write(data)
-        async with asyncio.timeout(START_TIMEOUT_S):  # one that does not read is stuck, or gone
+        async with asyncio.timeout(START_TIMEOUT_S):  # a client that does not read is stuck or gone
             await target.drain()
 
 
 async def serve(
     host: str, port: int, key: str, workers: int, started: Callable[[int], None], output: PrintedOutput | None = None
 ) -> None:
-    """Until cancelled; calls ``started`` with the port."""
+    """Serve until cancelled; calls ``started`` with the port."""
     try:
         async with RewardHost(host, port, key, workers, output) as service:
             started(service.port)

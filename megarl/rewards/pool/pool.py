@@ -41,7 +41,7 @@ from megarl.rewards.verdict import FAILURES, LATE, NO_VERDICT, weighed
 log = logging.getLogger(__name__)
 
 KNOWN = 4096
-"""Verdicts that are remembered; answers of a group end within seconds of each other."""
+"""Number of cached verdicts; answers of a group end within seconds of each other."""
 USER = "user"
 """The verifier's name where ``reward.path`` is set."""
 
@@ -54,14 +54,14 @@ class Verdict(NamedTuple):
     reported: bool = False
     """The message is what the function itself returned with its status, not a failure of the function."""
     verifier: str = ""
-    """Its family."""
+    """Family of the verifier."""
     seconds: float = 0.0
     """Seconds in the verifier, over all tries."""
     waited_s: float = 0.0
     """Seconds of waiting for a free worker, over all tries."""
     tries: int = 1
     kills: int = 0
-    """Workers that died or hung over it."""
+    """Workers that died or hung on this answer."""
     verified: float | None = None
     """The verifier's own score where weights have made another one of it."""
 
@@ -129,9 +129,9 @@ class RewardPool:
         self._preparing: list[asyncio.Task[None]] = []
         self._quarantine: set[bytes] = set()
         self._scoring: dict[bytes, asyncio.Future[None]] = {}
-        """Answers that are being scored, by their digest."""
+        """Answers being scored, by digest."""
         self._known: dict[bytes, Verdict] = {}
-        """Verdicts of answers that were scored last."""
+        """Verdicts of the last scored answers."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -162,11 +162,11 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of the workers that run on this machine."""
+        """Process ids of the workers on this machine."""
         return [worker.pid for worker in self.workers if worker.pid is not None]
 
     async def close(self) -> None:
-        """End every worker, busy or not. Who waits for one gets no verdict."""
+        """End every worker, busy or not. Waiting answers get no verdict."""
         for task in self._preparing:
             task.cancel()
         await asyncio.gather(*self._preparing, return_exceptions=True)
@@ -176,7 +176,7 @@ class RewardPool:
             self._output.close()
 
     async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
-        """Score one answer. Never raises for what the reward function does: that is the verdict's status.
+        """Score one answer. Errors of the reward function are not raised, but become the verdict's status.
 
         An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and
         ``reward.max_kills`` allow. megarl's verifiers score equal answers to one task once, where their verdict depends
@@ -233,7 +233,7 @@ class RewardPool:
             with self.tally.waiting():
                 verdict = await self._try(request, verdict)
             if verdict.tries == tried:
-                continue  # that worker has no such verifier: another one's turn
+                continue  # that worker lacks the verifier: try another
             self.tally.add(verdict.reward.status, verdict.message)
             if verdict.reward.status not in FAILURES:
                 return verdict

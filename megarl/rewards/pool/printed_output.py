@@ -34,7 +34,8 @@ class PrintedOutput:
 
     @contextmanager
     def opened(self) -> Iterator[int]:
-        """A descriptor for a process to inherit. A file that cannot be opened costs what is printed, and no reward."""
+        """Return a descriptor for a process to inherit. If the file cannot be opened, printed text is lost, but no
+        reward."""
         try:
             self._path.open("ab").close()
         except OSError as error:
@@ -52,7 +53,7 @@ class PrintedOutput:
         return self._ends
 
     def close(self) -> None:
-        """Call it when the processes have ended; what others print after that is lost."""
+        """Close the pipe after the processes have ended; later output is lost."""
         if self._ends is not None:
             asyncio.get_running_loop().remove_reader(self._ends[0])
             self.drain()
@@ -61,7 +62,7 @@ class PrintedOutput:
             self._ends = None
 
     def drain(self) -> None:
-        """Copy what is in the pipe to the file. Returns after PIPE_BYTES even if more is coming."""
+        """Copy the pipe's content to the file, at most PIPE_BYTES."""
         left = PIPE_BYTES
         while self._ends is not None and left > 0:
             try:

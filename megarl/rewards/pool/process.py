@@ -48,7 +48,7 @@ class WorkerUnfit(WorkerError):
 
 
 class WorkerDied(WorkerError):
-    """Its process ended before it answered, or the host it runs on cannot be reached."""
+    """The process ended before its reply, or its host cannot be reached."""
 
 
 class WorkerSpent(WorkerDied):
@@ -63,7 +63,7 @@ class WorkerProcess(Protocol):
         """Process id, where the process is up and on this machine."""
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Start the process; the lines from it and to it. Raises WorkerDied."""
+        """Start the process; return the lines from it and to it. Raises WorkerDied."""
 
     async def ending(self) -> tuple[int | None, str]:
         """Remove the remains of the process; return (its exit status or None, a text that says how it ended)."""
@@ -72,10 +72,10 @@ class WorkerProcess(Protocol):
         """End the process; without one do nothing."""
 
     def named(self, message: str) -> str:
-        """Return an error's message with the process's address, where that is another machine's."""
+        """Return an error's message with the process's address, if it runs on another machine."""
 
     def cpu_s(self) -> float:
-        """CPU time of the process so far; NaN where that is not known."""
+        """CPU time of the process so far; NaN if unknown."""
 
     def drain(self) -> None:
         """Write what the process has printed to its file."""
@@ -98,7 +98,7 @@ class Worker:
 
     @property
     def up(self) -> bool:
-        """True if, as far as is known, it can be asked at once."""
+        """True if it seems ready for a request."""
         return self.reader is not None and not self.reader.at_eof() and self.reader.exception() is None
 
     @property
@@ -142,7 +142,7 @@ class Worker:
                 raise
 
     async def prepare(self, data_source: str) -> None:
-        """Have a verifier imported, so that no task pays for it.
+        """Import a verifier in advance, so that no task has to wait for it.
 
         Raises:
             WorkerUnfit: that fails here; ``ready`` tries it again.
@@ -160,11 +160,11 @@ class Worker:
         self.prepared.add(data_source)
 
     async def score(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The verdict of one answer, within ``reward.timeout_s``. Raises WorkerError, TimeoutError."""
+        """Return the verdict of one answer within ``reward.timeout_s``. Raises WorkerError, TimeoutError."""
         return await self._verdict({"score": request})
 
     async def explain(self, request: dict[str, Any]) -> dict[str, Any]:
-        """``score``, with the ``steps`` of the verdict (``answer/trace.py``)."""
+        """Return as ``score``, with the ``steps`` of the verdict (``answer/trace.py``)."""
         return await self._verdict({"explain": request})
 
     async def _verdict(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +235,7 @@ class Worker:
             return b""
 
     async def kill(self) -> None:
-        """End it; ``ready`` starts another."""
+        """End the process; ``ready`` starts another."""
         await self._process.end()
         writer, self.reader, self.writer = self.writer, None, None
         if writer is not None:
@@ -329,7 +329,7 @@ def addresses(hosts: Sequence[str]) -> list[str]:
 
 
 class RemoteRewardProcess:
-    """A process of a ``megarl rewards serve``: the connection is its life.
+    """A process of a ``megarl rewards serve``: it ends with its connection.
 
     Args:
         address: ``HOST:PORT``.
@@ -390,7 +390,7 @@ class RemoteRewardProcess:
         return None, f"the reward process at {self._address} ended"
 
     async def end(self) -> None:
-        """Nothing to do: the process ends with the connection."""
+        """Do nothing: the process ends with the connection."""
 
     def named(self, message: str) -> str:
         return f"{self._address}: {message}"
@@ -399,7 +399,7 @@ class RemoteRewardProcess:
         return math.nan
 
     def drain(self) -> None:
-        """Nothing to do: the reward host writes what the process prints."""
+        """Do nothing: the reward host writes the process's output."""
 
 
 async def send_line(writer: asyncio.StreamWriter, **message: Any) -> None:

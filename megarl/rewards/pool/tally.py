@@ -13,11 +13,11 @@ from megarl.rewards.verdict import FAILURES
 EVENT = "reward_failures"
 """Kind of the store's event with a line of this, which the trainer shows while it waits."""
 WINDOW = 200
-"""Verdicts that a line counts."""
+"""Number of verdicts in a line."""
 EVERY_S = 10.0
 """Least seconds between two lines."""
 LONG_S = 60.0
-"""Seconds after which an answer that waits for its verdict is worth a line."""
+"""Seconds of waiting for a verdict after which a line is logged."""
 NEWEST_CHARACTERS = 300
 
 
@@ -55,7 +55,7 @@ class Tally:
             del self._waiting[number]
 
     def line(self) -> str | None:
-        """News for the terminal, if there are any."""
+        """Return a line for the terminal, or None."""
         now = self._now()
         if now - self._told_at < EVERY_S:
             return None

@@ -52,7 +52,7 @@ NOT_THE_RESPONSES = (DataError, SandboxError, OSError, ImportError)
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """``compute_score`` of a user's file. Raises ConfigError when the file cannot be used."""
+    """Load ``compute_score`` of a user's file. Raises ConfigError when the file cannot be used."""
     function = getattr(import_file(path, "reward.path", "compute_score"), "compute_score", None)
     if not callable(function):
         raise ConfigError(
@@ -118,12 +118,12 @@ class Function:
 
 
 def _address_space_bytes() -> int:
-    """Address space that this process has."""
+    """Return the address space of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _peak_bytes() -> int:
-    """Most memory that this process has had."""
+    """Return the peak memory of this process in bytes."""
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
@@ -190,7 +190,7 @@ def _perform(function: Function, request: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Malformed(ValueError):
-    """A line that is no request."""
+    """An invalid request line."""
 
 
 def _read(line: str, *kinds: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Reward workers that are free, in the order in which they became so; dead ones are started again."""
+"""Queue of free reward workers, oldest first; dead ones are restarted."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class WorkerQueue:
         self.reason = ""
         """Reason why a worker last failed, or why none is left."""
         self._idle: asyncio.Queue[Worker | None] = asyncio.Queue()
-        """None for good when every worker has been given up, or the queue is closed."""
+        """Free workers; None marks a closed queue or no remaining worker."""
         self._freed_at = time.monotonic()
         """Time at which a worker was last put there or taken from there."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,7 +83,7 @@ class WorkerQueue:
         self._idle.put_nowait(worker)
 
     def _give_up(self, reason: str) -> None:
-        """No further answer waits for a worker."""
+        """Close the queue: later answers do not wait for a worker."""
         self.reason = reason
         self._idle.put_nowait(None)
 

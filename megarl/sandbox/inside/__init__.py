@@ -1,6 +1,6 @@
-"""Code that runs in the sandbox, by an interpreter that may be another one (Python 3.9 or later): standard library
-only.
+"""Code that runs in the sandbox, with a possibly different interpreter (Python 3.9 or later) and only the standard
+library.
 
 ``launcher`` is process 1 and runs the program or the checks; ``answer`` is with the program, ``checker`` with the
-tests; ``values`` is how the two of them, and the outside, write down what a function returned.
+tests; ``values`` encodes return values, for both of them and the outside.
 """

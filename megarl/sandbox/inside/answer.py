@@ -1,5 +1,5 @@
-"""Beside the program: calls its functions and writes down what they return. Everything here is in the program's
-hands."""
+"""Runs in the program's process: calls its functions and encodes their return values. The program can manipulate all of
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def find(namespace: dict[str, Any], function: str) -> Any:
-    """A function of the program, or a method of its class ``Solution`` (as LeetCode's tasks have it)."""
+    """Return a function of the program, or a method of its class ``Solution`` (as in LeetCode's tasks)."""
     if function in namespace:
         return namespace[function]
     solution = namespace.get("Solution")
@@ -32,7 +32,7 @@ def call(namespace: dict[str, Any], function: str, arguments: str, out: int) -> 
 
 
 class _Objects:
-    """The program's objects that the tests hold by number."""
+    """The program's objects that the tests refer to by number."""
 
     def __init__(self, namespace: dict[str, Any]) -> None:
         self.namespace = namespace
@@ -79,7 +79,7 @@ class _Objects:
 
 
 def serve(namespace: dict[str, Any], link: int) -> None:
-    """Answer the tests' requests until they are done."""
+    """Serve the tests' requests until they are done."""
     objects = _Objects(namespace)
     with os.fdopen(os.dup(link), "rb") as requests, os.fdopen(link, "wb") as replies:
         while True:

@@ -1,7 +1,7 @@
-"""The tests' side: runs assertions in a sandbox of their own and asks the program, in another, only for calls.
+"""The tests' side: runs assertions in a separate sandbox and calls functions of the program in another.
 
-What comes back is plain data (``values``) or a number for an object that stays over there. So nothing of the program
-runs here: it can neither change ``==`` or ``assert`` nor end this process nor write this process's verdict.
+What comes back is plain data (``values``) or a number for an object that stays in the program's sandbox. So no code of
+the program runs here: it can neither change ``==`` or ``assert`` nor end this process nor write this process's verdict.
 """
 
 from __future__ import annotations
@@ -24,41 +24,42 @@ CONTROL = (
     if hasattr(builtins, "BaseExceptionGroup")
     else (StopIteration, StopAsyncIteration)
 )
-"""Never raised here for the program: the first two end a ``map``, ``zip`` or ``for`` of the tests as if all were
-done."""
+"""Exceptions of the program that are not re-raised here: the first two would silently end a ``map``, ``zip`` or ``for``
+of the tests."""
 
 
 class Gone(BaseException):
-    """The program has ended, or sends nonsense. No ``except Exception`` of the tests takes it for an exception that
-    they expect."""
+    """The program has ended or sent an invalid reply. A BaseException, so that the tests' ``except Exception`` does not
+    catch it."""
 
     remote = True
 
 
 class Unsupported(BaseException):
-    """The tests want what this sandbox cannot do. Like ``Gone``, no exception that tests expect of a program."""
+    """The tests need a feature that this sandbox lacks. A BaseException like ``Gone``."""
 
 
 class _TooSlow(BaseException):
-    """The time of a test is over."""
+    """A test timed out."""
 
 
 class Clock:
-    """Each test has ``wall_s``, all of them ``total_s`` from now on. The program cannot reach it: the signal is this
-    process's own."""
+    """Time limits: ``wall_s`` for each test, ``total_s`` for all from now on. The program cannot affect them: the
+    signal stays in this process."""
 
     def __init__(self, wall_s: float, total_s: float) -> None:
         self._wall_s = wall_s
         self._end = time.monotonic() + total_s
         self._runs = self._own = False
         self.struck = False
-        """The own time of the last test was over."""
+        """True if the last test exceeded its own limit."""
         self.over = False
-        """The time of all was over, before the last test's own was: it has no result, nor have those after it."""
+        """True if the total time ran out first: the last test and later ones have no result."""
         signal.signal(signal.SIGALRM, self._strike)
 
     def run(self, action: Callable[[], None]) -> None:
-        """Raises what the action raises, or _TooSlow (which a test may catch: then ``struck`` or ``over`` says it)."""
+        """Run an action with its limit. Raises its exceptions, or _TooSlow (if a test catches it, ``struck`` or
+        ``over`` is still set)."""
         left = self._end - time.monotonic()
         self.struck, self.over, self._own = False, left <= 0, self._wall_s <= left
         if self.over:
@@ -84,14 +85,14 @@ class ProgramChannel:
         self._requests = os.fdopen(os.dup(descriptor), "wb")
         self._replies = os.fdopen(descriptor, "rb")
         self.lost: str | None = None
-        """Reason why there is no more program to ask. From then on no test passes, whatever it catches."""
+        """Reason why the program is lost, or None. Once set, no test passes."""
 
     def ask(self, do: str, on: int = -1, args: Any = (), named: Any = None, **more: Any) -> Any:
         if self.lost is not None:
             raise Gone(self.lost)
         try:
             return self._ask(do, on, args, named, more)
-        except (Gone, _TooSlow) as error:  # too slow: its answer, when it comes, would be taken for the next one's
+        except (Gone, _TooSlow) as error:  # a late reply would be taken for the next call's
             self.lost = str(error)
             raise
 
@@ -125,7 +126,7 @@ class ProgramChannel:
 
 
 def _exception(names: Any, message: str) -> BaseException:
-    """The nearest exception of the standard kinds, but of ``CONTROL`` only what it extends; ``remote`` marks it as the
+    """Return the nearest standard exception, but for ``CONTROL`` kinds only their base; ``remote`` marks it as the
     program's."""
     for name in names if isinstance(names, list) else []:
         kind = getattr(builtins, str(name), None)
@@ -159,7 +160,8 @@ def _handle(value: Any) -> Any:
 
 
 class Remote:
-    """An object of the program. It is equal to itself alone, and true: its own opinion on that is not asked."""
+    """An object of the program. It equals only itself and is always true: its own ``__eq__`` and ``__bool__`` are not
+    called."""
 
     def __init__(self, channel: ProgramChannel, number: int) -> None:
         object.__setattr__(self, "_link", channel)
@@ -213,7 +215,7 @@ def check(
     times: tuple[float, float],
     channel: int,
 ) -> dict[str, Any]:
-    """``{"passed": [bool], "reasons": [str], "row_error": str | None}``, of as many tests as there was time for.
+    """``{"passed": [bool], "reasons": [str], "row_error": str | None}``, for the tests that ran in time.
 
     ``asked`` and ``library`` are ``sandbox.name_owners``'; ``times`` are seconds: of one test, and of the program's
     import, setup and all tests.

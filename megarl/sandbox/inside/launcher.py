@@ -1,9 +1,9 @@
-"""Process 1 of a sandbox: starts each test in a process of its own, watches its limits, and reports how it ended.
+"""Process 1 of a sandbox: starts each test in a separate process, enforces its limits, and reports its end.
 
-Not to be killed from inside (it is the namespace's init), not to be read (not dumpable); its link to the outside is no
-descriptor of any other process. It ends when that link does, and everything in the sandbox with it. A zygote has
-executed this module before, and its child calls ``serve``; without a zygote it starts as ``exec(code["launcher"],
-{"code": code, "link": descriptor, "passed": descriptor or -1})``.
+It cannot be killed from inside (it is the namespace's init) or read (not dumpable), and no other process has its link
+to the outside. When the link closes, it ends with everything in the sandbox. A zygote has executed this module before,
+and its child calls ``serve``; without a zygote it starts as
+``exec(code["launcher"], {"code": code, "link": descriptor, "passed": descriptor or -1})``.
 """
 
 from __future__ import annotations
@@ -30,15 +30,14 @@ if TYPE_CHECKING:  # imports that each start would pay for: typing, types and co
 ModuleType = type(sys)
 
 HEAD = struct.Struct("<iBBddIII")
-"""exit code, index in LIMITS, whether something is left behind, seconds, cpu_s, bytes of stdout, stderr and value that
-follow."""
+"""exit code, index in LIMITS, leftovers (bool), seconds, cpu_s, bytes of the stdout, stderr and value that follow."""
 LIMITS = ("", "wall", "cpu", "memory", "output", "processes", "file")
 STDERR_BYTES = 4096
 WATCH_S = 0.05
 PR_SET_DUMPABLE = 4
 TMP = ("/tmp", "/dev/shm")
 INODE_BYTES = 1024
-"""Kernel memory of a file in a tmpfs beside its content, as the kernel counts it; attributes of a file count too."""
+"""Kernel memory in bytes of a tmpfs file besides its content, including its attributes."""
 MODULES = ("values", "answer", "checker")
 LINK, VALUE = 3, 4
 """Descriptors of a test's process: the link between program and tests, and where a value is written."""
@@ -46,7 +45,7 @@ STREAMS = (("stdin", "r", "surrogateescape"), ("stdout", "w", "surrogateescape")
 
 
 def set_dumpable(value: int) -> None:
-    """Without ``ctypes`` itself, which takes longer to import than all else here."""
+    """Call prctl, without the slow import of ``ctypes``."""
     function = _ctypes.dlsym(_ctypes.dlopen(None, 0), "prctl")  # type: ignore[arg-type]  # None: this program itself
     _ctypes.call_function(function, (PR_SET_DUMPABLE, value, 0, 0, 0))
 
@@ -60,8 +59,7 @@ def unnamed_file(content: bytes = b"") -> int:
 
 
 def load(code: dict[str, CodeType]) -> dict[str, Any]:
-    """The modules that a test's process may need, executed once for all of them. No program finds them imported before
-    it is to."""
+    """Execute once the modules that tests' processes may need, without leaving them in ``sys.modules``."""
     made = {}
     for name in MODULES:
         sys.modules[name] = made[name] = ModuleType(name)
@@ -72,8 +70,7 @@ def load(code: dict[str, CodeType]) -> dict[str, Any]:
 
 
 def rehearse(ready: dict[str, Any]) -> None:
-    """A little of what each test does, so that what Python makes at a first use is there before the forks, which else
-    make it each."""
+    """Run a small test, so that Python's first-use caches exist before the forks."""
     values = ready["values"]
     for _ in range(3):
         names: dict[str, Any] = {}
@@ -100,7 +97,7 @@ def module(name: str, ready: dict[str, Any]) -> Any:
 
 
 def limit_myself(limits: dict[str, Any]) -> None:
-    """Below what is already set, if that is lower: only root can raise a limit."""
+    """Set the limits, or keep lower existing ones, which only root can raise."""
     for which, soft, more in (
         (resource.RLIMIT_AS, limits["address_space_bytes"], 0),
         (resource.RLIMIT_NPROC, limits["processes"], 0),
@@ -117,16 +114,16 @@ def limit_myself(limits: dict[str, Any]) -> None:
 
 
 def first_to_go() -> None:
-    """Let this process be killed before any other where the machine's memory runs out."""
+    """Make this process the first to be killed if the machine runs out of memory."""
     try:  # noqa: SIM105
         with open("/proc/self/oom_score_adj", "wb", 0) as file:
             file.write(b"1000")
     except OSError:
-        pass  # a courtesy; the limits do not depend on it
+        pass  # best effort; the limits do not depend on it
 
 
 def become_a_program(files: dict[int, int]) -> None:
-    """Only these descriptors (number -> from), fresh standard streams, a new session."""
+    """Keep only these descriptors (number -> source), with new standard streams and a new session."""
     os.setsid()
     for number, descriptor in files.items():
         os.dup2(descriptor, number)  # all of them are above: see `serve`
@@ -170,8 +167,7 @@ def work(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any]) -> No
 
 
 def end(error: BaseException | None) -> int:
-    """End as the interpreter does and return the exit code; without taking the whole interpreter apart, which takes
-    time."""
+    """Do what the interpreter does at exit, except its slow teardown, and return the exit code."""
     code = 0
     if isinstance(error, SystemExit):
         code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
@@ -200,7 +196,7 @@ def end(error: BaseException | None) -> int:
 
 
 def flush(stream: Any) -> bool:
-    """Return True if it failed. A program may have closed its streams, or put something else in their place."""
+    """Flush a stream; return True if it failed. A program may have closed or replaced its streams."""
     try:
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()
@@ -210,7 +206,7 @@ def flush(stream: Any) -> bool:
 
 
 def child(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], files: dict[int, int]) -> None:
-    """Never returns."""
+    """Run one test in a forked process; never returns."""
     status = 1
     try:
         become_a_program(files)
@@ -229,7 +225,7 @@ def child(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], file
 
 
 def tree_bytes() -> int:
-    """Resident memory of all other processes here. Pages that they share count for each."""
+    """Return the resident bytes of all other processes in the sandbox; shared pages count for each."""
     total = 0
     for entry in os.listdir("/proc"):
         if entry.isdigit() and entry != "1":
@@ -242,13 +238,14 @@ def tree_bytes() -> int:
 
 
 def inode_bytes() -> int:
-    """Kernel memory of the files here beside their contents: a program can make millions of empty ones."""
+    """Return the kernel memory of files besides their contents: a program can create millions of empty files."""
     found = [os.statvfs(path) for path in TMP]
     return INODE_BYTES * sum(place.f_files - place.f_ffree for place in found)
 
 
 def watch(process: int, wall_s: float, memory_bytes: int, watch_s: float) -> str:
-    """Wait for its end or for a limit, memory looked at every ``watch_s``; the name of the limit."""
+    """Wait for a process's end or a limit, checking memory every ``watch_s`` seconds; return the limit's name or
+    ``""``."""
     deadline = time.monotonic() + wall_s
     descriptor = os.pidfd_open(process)
     try:
@@ -267,9 +264,9 @@ def watch(process: int, wall_s: float, memory_bytes: int, watch_s: float) -> str
 
 
 def kill_all(process: int) -> tuple[int, float]:
-    """End every other process of the namespace. Returns how ``process`` ended and its CPU seconds.
+    """Kill every other process of the namespace. Returns the status and CPU seconds of ``process``.
 
-    The kernel takes no fork of a process that such a signal has reached, so nothing is left after one call.
+    The kernel refuses forks of a signalled process, so one call is enough.
     """
     status, cpu_s = 0, 0.0
     ended, found, usage = os.wait4(process, os.WNOHANG)
@@ -287,7 +284,7 @@ def kill_all(process: int) -> tuple[int, float]:
 
 
 def last_words(stderr: bytes) -> str:
-    """The limit that a program which failed says it met."""
+    """Return the limit named in a failed program's last error line."""
     line = stderr.strip().rpartition(b"\n")[2]
     if line.startswith(b"MemoryError"):
         return "memory"
@@ -347,7 +344,8 @@ def run_test(job: dict[str, Any], test: dict[str, Any], ready: dict[str, Any], p
 
 
 def serve(ready: dict[str, Any], link: int, passed: int) -> None:
-    """``ready``: what ``load`` made; ``passed``: the descriptor for a program and its tests to meet over, or -1."""
+    """Run the launcher. ``ready``: result of ``load``; ``passed``: descriptor connecting a program and its tests, or
+    -1."""
     if os.getpid() != 1:  # `kill_all` would end whatever it may outside of a namespace of our own
         sys.exit("the launcher is not process 1 of a pid namespace")
     set_dumpable(0)

@@ -1,4 +1,4 @@
-"""Questions about pictures, which are drawn here: shapes to be counted, two to be compared, a digit to be read."""
+"""Questions about generated pictures: count shapes, compare two shapes, read a digit."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _check(settings: Mapping[str, int]) -> None:
 
 
 def _count(dice: random.Random, settings: Mapping[str, int]) -> Entry:
-    """Every number from 0 to ``max_shapes`` is equally likely to be right."""
+    """Return a counting question; every number from 0 to ``max_shapes`` is equally likely."""
     colors, most = list(COLORS)[: settings["colors"]], settings["max_shapes"]
     asked, right = dice.choice(colors), dice.randint(0, most)
     number = dice.randint(max(right, settings["min_shapes"]), most)
@@ -134,7 +134,7 @@ def _grid(cells: int) -> list[Cell]:
 
 
 def _shapes(dice: random.Random, settings: Mapping[str, int], placed: Sequence[tuple[Cell, str]]) -> bytes:
-    """PNG file of a shape of any form and size in each of the cells that are named, moved a little within it."""
+    """Return a PNG file with a slightly shifted shape of random form and size in each named cell."""
     width = settings["size"] // settings["cells"]
 
     def draw(on: ImageDraw) -> None:
@@ -158,7 +158,7 @@ def _shape(on: ImageDraw, form: str, box: tuple[int, int, int, int], color: tupl
 
 
 def _strokes(dice: random.Random, settings: Mapping[str, int], digit: int) -> Callable[[ImageDraw], None]:
-    """Seven segments of any size and place."""
+    """Return strokes of a digit in seven segments, at a random size and place."""
     size = settings["size"]
     unit = dice.randint(size // 4, size * 2 // 5)
     x, y = dice.randint(2, size - unit - 3), dice.randint(2, max(2, size - 2 * unit - 3))
@@ -173,8 +173,8 @@ def _strokes(dice: random.Random, settings: Mapping[str, int], digit: int) -> Ca
 
 
 def _drawn(settings: Mapping[str, int], draw: Callable[[ImageDraw], None]) -> bytes:
-    """PNG file of a square of paper that has been drawn on; the same strokes give the same bytes."""
-    from PIL import Image, ImageDraw  # only where pictures are made
+    """Return a PNG file of the drawn strokes; the same strokes give the same bytes."""
+    from PIL import Image, ImageDraw  # imported only for pictures
 
     picture = Image.new("RGB", (settings["size"], settings["size"]), PAPER)
     draw(ImageDraw.Draw(picture))

@@ -19,27 +19,27 @@ from megarl.core.reasoning import reasoning_gym
 class Entry:
     question: str
     answer: str
-    """Answer that the verifier compares with, or its tests."""
+    """The verifier's ground truth, or its tests."""
     response: str
     """A right answer as a teacher writes it."""
     slip: str
-    """A wrong one that is near, as a careless teacher writes it."""
+    """A nearly right answer, as a careless teacher writes it."""
     data_source: str
     ability: str = "math"
     info: dict[str, Any] = field(default_factory=dict)
     """Entries of ``extra_info`` that the verifier reads, beside the question: JSON values, the same fields in every
     entry of a generator."""
     images: tuple[bytes, ...] = ()
-    """Files of the pictures that the question's ``<image>`` stand for, in order."""
+    """Files of the pictures for the question's ``<image>`` placeholders, in order."""
 
     @property
     def identity(self) -> str:
-        """Text that two entries share only if they ask the same about the same pictures."""
+        """Text equal for two entries only if question and pictures are equal."""
         return identity(self.question, self.images)
 
 
 def identity(question: str, images: Sequence[bytes]) -> str:
-    """The question, with the digest of its pictures where it has some."""
+    """Return the question, with the digest of its pictures if any."""
     if not images:
         return question
     digest = hashlib.blake2b(b"".join(hashlib.blake2b(image).digest() for image in images), digest_size=16)
@@ -47,7 +47,8 @@ def identity(question: str, images: Sequence[bytes]) -> str:
 
 
 Entries = Iterator[Entry | None]
-"""Endless; None for a draw that does not fit the options, so that an impossible limit ends."""
+"""Endless iterator of entries; None for a draw that does not fit the options, so that impossible limits are
+detected."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Generator:
     options: Mapping[str, int]
     """Its options and their defaults."""
     bounds: Mapping[str, Bound] = field(default_factory=dict)
-    """Bounds of its own options, beside ``OPTION_BOUNDS``."""
+    """Bounds of its options, in addition to ``OPTION_BOUNDS``."""
 
 
 ARITHMETIC = {
@@ -83,7 +84,7 @@ OPTION_BOUNDS = {
     "max_number": Bound(0),
     "slip_percent": Bound(0, 100),
 }
-"""Bounds of options that several generators have, users' too."""
+"""Bounds of options shared by several generators, including users'."""
 SETTINGS_OF_OURS = ("max_number", "slip_percent")
 
 
@@ -98,7 +99,7 @@ def basic_arithmetic(seed: int, settings: Mapping[str, int]) -> Entries:
 
 
 def _arithmetic(family: str, seed: int, settings: Mapping[str, int]) -> Entries:
-    """Entry with all that reasoning-gym's scorer asks for: question, answer, metadata."""
+    """Return an entry with the fields of reasoning-gym's scorer: question, answer, metadata."""
     for found in gym_entries(family, seed, settings):
         if found is None:
             yield None

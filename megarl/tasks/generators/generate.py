@@ -34,7 +34,7 @@ from megarl.tasks.row_files import is_json
 from megarl.tasks.rows import write_rows
 
 MAX_DRY_DRAWS = 50_000
-"""Draws in a row without a new question after which a file counts as unreachable (half a second)."""
+"""Consecutive draws without a new question after which a file's size counts as unreachable (half a second)."""
 SPLITS = ("train", "eval", "warm_start", "expert")
 DEMONSTRATIONS = ("warm_start", "expert")
 SLIPS = 0.5
@@ -108,7 +108,7 @@ def recipe(
     kind: Kind = "tasks",
     split: str = "train",
 ) -> dict[str, Any]:
-    """Every setting that decides what ``generate`` writes; each file carries it, so that a changed setting is seen.
+    """Return the settings that determine the output of ``generate``; each file stores them, to detect changes.
 
     What is held out depends on the sizes of train, eval and warm_start, so all three decide on each file; that of
     expert decides on its own file alone.
@@ -139,7 +139,7 @@ GENERATORS = {
 
 
 def generator_of(name: str) -> Generator:
-    """The generator that ``taskset.generate`` names: megarl's, or that of a Python file. Raises ConfigError for an
+    """Return the generator named by ``taskset.generate``: megarl's, or a Python file's. Raises ConfigError for an
     unknown one."""
     if user.is_file(name):
         return user.load(name)
@@ -152,12 +152,13 @@ def generator_of(name: str) -> Generator:
 
 
 def _start(split: str, seed: int) -> int:
-    """The streams of reasoning-gym's seeds s and s+1 are one stream shifted by an entry: splits are kept far apart."""
+    """Return the seed of a split. reasoning-gym's seeds s and s+1 give the same stream shifted by an entry, so splits
+    are far apart."""
     return seed * 10**9 + SPLITS.index(split) * 10**8
 
 
 def _draw(name: str, split: str, size: int, eval_share: float, seed: int, settings: Mapping[str, int]) -> list[Entry]:
-    """``size`` distinct questions of a split, or as many as there are."""
+    """Return ``size`` distinct questions of a split, or all if fewer exist."""
     seen: dict[str, Entry] = {}
     dry = 0
     for entry in generator_of(name).entries(_start(split, seed), settings):
@@ -173,7 +174,7 @@ def _draw(name: str, split: str, size: int, eval_share: float, seed: int, settin
 
 def _tasks(split: str, entries: list[Entry], seed: int, settings: Mapping[str, int], kind: Kind) -> list[Task]:
     start = _start(split, seed)
-    # Small numbers run out first among distinct draws: without this a file would grow harder row by row.
+    # Small numbers run out first among distinct draws, so a file would otherwise get harder row by row.
     random.Random(start).shuffle(entries)
     slips = random.Random(start + 1)
     share = settings.get("slip_percent", 0) / 100 if split == "warm_start" else 0.0
@@ -237,7 +238,7 @@ def _mistaken(entry: Entry, dice: random.Random) -> str:
 
 
 def _eval_share(sizes: Mapping[str, int]) -> float:
-    """Share of all questions that is held out: as the files' sizes, at least a tenth, at most a half."""
+    """Return the held-out share of all questions: in proportion to the files' sizes, from a tenth to a half."""
     held_out, used = sizes.get("eval", 0), max(sizes.get("train", 0), sizes.get("warm_start", 0))
     return min(0.5, max(0.1, held_out / max(1, held_out + used)))
 

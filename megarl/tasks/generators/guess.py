@@ -1,4 +1,4 @@
-"""Numbers to be guessed, for the environment ``guess``."""
+"""Guessing games for the environment ``guess``."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def _story(expression: str, thing: str) -> tuple[str, str] | None:
 
 
 def code(seed: int, settings: Mapping[str, int]) -> Entries:
-    """Functions in words, to be written in Python: ``return 12 times a minus 5 times b``. Tested by calls or by
+    """Tasks to write a described function in Python: ``return 12 times a minus 5 times b``. Tested by calls or by
     assertions."""
     _check_terms("code", settings, len(NAMES))
     for found in gym_entries("chain_sum", seed, settings):
@@ -148,7 +148,7 @@ def _tests(coefficients: Sequence[int], dice: random.Random) -> str:
 
 
 def _dice(expression: str) -> random.Random:
-    """The same for the same sum, in every process."""
+    """Return a generator seeded by the sum, the same in every process."""
     return random.Random(expression)
 
 

@@ -21,7 +21,7 @@ def is_file(name: str) -> bool:
 
 
 def digest(path: str) -> str:
-    """Digest of the file: rows that another text of it made are stale."""
+    """Return the file's digest: rows made by another version are stale."""
     return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
 
 

@@ -1,1 +1,1 @@
-"""Images of rows: where they stand in a prompt, and the tensors that a model takes."""
+"""Images of rows: their place in a prompt, and their tensors for a model."""

@@ -1,4 +1,4 @@
-"""Images of a row inside its prompt, as parts of the messages' contents: a store of prompts alone keeps them so."""
+"""Images of a row inside its prompt, as parts of the messages' contents, for stores that keep only prompts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def without_inline_images(task: Task) -> Task:
 
 
 def messages_with(task: Task, part_of: Callable[[bytes], dict[str, Any]]) -> list[Message]:
-    """A prompt's messages, with ``part_of`` an image in its place."""
+    """Return a prompt's messages with each image replaced by ``part_of`` it."""
     images = iter(task.images)
 
     def with_files(content: Any) -> Any:
@@ -43,5 +43,5 @@ def messages_with(task: Task, part_of: Callable[[bytes], dict[str, Any]]) -> lis
 
 
 def data_uri(image: bytes, kind: str = "application/octet-stream") -> str:
-    """A file as text, as rows may have it. ``kind``: its media type."""
+    """Return a file as a data URI, as allowed in rows. ``kind``: its media type."""
     return f"data:{kind};base64,{base64.b64encode(image).decode()}"

@@ -1,4 +1,4 @@
-"""Pixels that an image has once a model's processor has resized it, from the processor's files alone."""
+"""Number of an image's pixels after resizing by a model's processor, from the processor's files alone."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from megarl.core.durable import read_json
 
 DEFAULT = (56 * 56, 28 * 28 * 1280)
-"""Limits of transformers' ``Qwen2VLImageProcessor`` where its file has none."""
+"""Default limits of transformers' ``Qwen2VLImageProcessor``."""
 
 
 class PixelLimits(NamedTuple):
-    """Fewest and most pixels of an image once it is resized."""
+    """Fewest and most pixels of a resized image."""
 
     low: int
     high: int

@@ -25,7 +25,7 @@ from megarl.tasks.templates.tokenizer import PROCESSOR, ChatTokenizer, Place, Ro
 Grid = tuple[int, int, int]
 """Patches of an image in time (1), height and width."""
 SHOWN_AFTER_S = 2.0
-"""Seconds after which a check of images shows a progress bar."""
+"""Seconds until a check of images shows a progress bar."""
 
 
 class Processor:
@@ -40,7 +40,7 @@ class Processor:
 
     @property
     def placeholder(self) -> int:
-        """Token that stands for an image."""
+        """Placeholder token of an image."""
         return int(self._processor.image_token_id)
 
     @classmethod
@@ -105,7 +105,7 @@ class Processor:
         return 1, rows // own.patch_size, columns // own.patch_size
 
     def num_vectors(self, image: bytes) -> int:
-        """Number of vectors, and so tokens, that an image takes in a prompt. Raises as :meth:`grid`."""
+        """Return the number of an image's vectors, and so its tokens in a prompt. Raises as :meth:`grid`."""
         time, rows, columns = self.grid(image)
         return time * rows * columns // self._images.merge_size**2
 
@@ -134,7 +134,7 @@ class Processor:
         return np.asarray(made["pixel_values"], dtype=np.float32), (time, rows, columns)
 
     def prompt_ids(self, text: str, images: Sequence[bytes]) -> np.ndarray:
-        """int32 [P]; ids of a rendered prompt, each image's placeholder expanded. Decodes the images whole.
+        """Return int32 [P]: ids of a rendered prompt with expanded placeholders. Decodes the images whole.
 
         Raises DataError when they are not as many as the text's placeholders, or cannot be decoded.
         """
@@ -154,7 +154,7 @@ class Processor:
         return sum(self.num_vectors(image) - 1 for image in images)
 
     def _check_placeholders(self, text: str, images: int) -> None:
-        """Raise DataError where Qwen2-VL's processor would pass over an image, or look for one that is not there."""
+        """Raise DataError if Qwen2-VL's processor would skip an image or expect a missing one."""
         token = getattr(self._processor, "image_token", None)
         if self.has_grid and token is not None and (found := text.count(token)) != images:
             raise _refused(
@@ -165,7 +165,7 @@ class Processor:
 
 @contextmanager
 def _refusing() -> Iterator[None]:
-    """Raise DataError for whatever a model's processor raises in the body: its code meets images as it may."""
+    """Raise DataError for any exception of a model's processor in the body."""
     try:
         yield
     except MemoryError:
@@ -250,7 +250,7 @@ def check_image_files(tasks: Sequence[Row], *, path: Place | None = None) -> Non
 
 
 def _faults(tasks: Sequence[Row]) -> Iterator[ValueError | None]:
-    """Reason why an image of a task cannot be decoded, in order of the tasks. Pillow decodes without Python's lock."""
+    """Yield for each task the reason why an image cannot be decoded. Uses threads: Pillow releases Python's lock."""
 
     def fault_of(task: Row) -> ValueError | None:
         try:

@@ -100,7 +100,7 @@ def placed(texts: Sequence[str], images: Sequence[bytes]) -> list[str]:
 
 
 def with_parts(messages: Sequence[Message]) -> list[Message]:
-    """Messages whose ``<image>`` stand for images, for a chat template."""
+    """Return messages with ``<image>`` placeholders as image parts, for a chat template."""
     return [{**message, "content": _parts(message.get("content"))} for message in messages]
 
 
@@ -110,7 +110,7 @@ def _content(message: Mapping[str, Any]) -> str:
 
 
 def _parts(content: str | None) -> list[dict[str, Any]]:
-    """Split as verl does: the text around the placeholders as it stands, none that is empty."""
+    """Split a text at placeholders as verl does, without empty parts."""
     parts: list[dict[str, Any]] = []
     for i, text in enumerate((content or "").split(PLACEHOLDER)):
         parts += [{"type": "image"}] if i else []
@@ -155,7 +155,7 @@ def _as_texts(location: RowLocation, prompt: Any, field: str) -> tuple[Any, list
 
 
 def _with_placeholder(prompt: Any) -> Any:
-    """A prompt with ``<image>`` before the text of its first message of the user, unless it has one already."""
+    """Return a prompt with ``<image>`` before its first user message's text, unless it already has one."""
     messages = prompt if isinstance(prompt, list) else []
     users = [i for i, message in enumerate(messages) if isinstance(message, dict) and message.get("role") == "user"]
     if not users or any(PLACEHOLDER in _content(message) for message in messages if isinstance(message, dict)):

@@ -1,4 +1,4 @@
-"""Conversations in forms of other projects, as chat messages ``{role, content}``.
+"""Conversations in other projects' formats, converted to chat messages ``{role, content}``.
 
 - ShareGPT: ``{from: human | gpt | system | …, value}`` in the column ``conversations``, beside a text ``system``
 - Open-Reasoner-Zero (ORZ): a row is ``[{from: human, value}, {from: assistant, ground_truth: {value}}]``; in parquet
@@ -24,7 +24,7 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""ShareGPT's ``from`` -> role of a message, where that is another name."""
+"""ShareGPT's ``from`` -> role of a message, if the names differ."""
 SPEAKERS = (*ROLES, "system", "user", "assistant", "developer", "tool")
 """Every ``from`` of a message: names of ShareGPT, and roles."""
 CONVERSATION = "conversations"
@@ -125,7 +125,8 @@ def _message(message: Any) -> Any:
 
 
 def _calls(text: str) -> Any:
-    """Calls of a ShareGPT message: JSON of one ``{name, arguments}`` or of a list of them; another text stays."""
+    """Calls of a ShareGPT message: JSON of one ``{name, arguments}`` or of a list of them; other texts stay
+    unchanged."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
@@ -135,7 +136,7 @@ def _calls(text: str) -> Any:
 
 
 def _ground_truth(conversation: Any) -> Any:
-    """The ground truth that ORZ has in the assistant's message; None without one."""
+    """Return the ground truth in ORZ's assistant message; None without one."""
     last = conversation[-1] if isinstance(conversation, list) and conversation else None
     found = last.get("ground_truth") if isinstance(last, dict) else None
     return found.get("value") if isinstance(found, dict) else found

@@ -1,4 +1,4 @@
-"""Chat messages of rows with all their fields, and what a row gives to the chat template beside them."""
+"""Chat messages of rows with all their fields, and a row's further arguments for the chat template."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.tasks.templates.template import RESERVED
 
 ROLES = ("system", "user", "assistant", "developer", "tool")
 ASKING = ("user", "tool")
-"""Roles of a message that the model answers."""
+"""Roles of messages that the model responds to."""
 AS_TEXT = re.compile(
     r"""\s*\[\s*\{\s*(?=['"](?:role|content|from|value)['"]\s*:)"""
     rf"""(?=.*['"](?:role['"]\s*:\s*['"]|from['"]\s*:\s*['"](?i:{"|".join(SPEAKERS)})['"]))"""
@@ -28,7 +28,7 @@ OPTIONS = ("chat_template_kwargs", "tools", "enable_thinking")
 
 
 def messages_of(location: RowLocation, field: str, value: Any) -> tuple[Message, ...]:
-    """Chat messages. Raises DataError unless there is one and each is sound.
+    """Return chat messages. Raises DataError if there are none or one is invalid.
 
     Fields that are null, and empty tool calls, are left out: parquet gives every message the fields of all. Inside a
     field parquet knows no absent key either, so nulls are left out there as well.
@@ -131,10 +131,11 @@ def answer_of(location: RowLocation, field: str, value: Any) -> tuple[str, Messa
 
 
 def template_kwargs_of(location: RowLocation, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments that a row gives to the chat template: ``chat_template_kwargs``, ``tools``, ``enable_thinking``.
-    Structs may be JSON texts.
+    """Return a row's arguments for the chat template: ``chat_template_kwargs``, ``tools``, ``enable_thinking``. Structs
+    may be JSON texts.
 
-    Raises DataError otherwise."""
+    Raises DataError otherwise.
+    """
     found: dict[str, Any] = _parsed(location, "chat_template_kwargs", row.get("chat_template_kwargs"), dict) or {}
     found = {name: value for name, value in found.items() if value is not None}
     if reserved := next((name for name in found if name in RESERVED), None):
@@ -180,7 +181,7 @@ def _parsed(location: RowLocation, field: str, value: Any, kind: type) -> Any:
 
 
 def _without_nulls(location: RowLocation, value: Any) -> Any:
-    """The value without the null fields that parquet gives to structs; as it is from JSON."""
+    """Return the value without null fields added by parquet; unchanged if from JSON."""
     return _cleaned(value) if isinstance(value, dict | list) and not is_json(location.path) else value
 
 

@@ -1,4 +1,4 @@
-"""Proof that a chat template writes every message and tool call of a conversation.
+"""Check that a chat template renders every message and tool call of a conversation.
 
 Templates pass over roles, second calls and contents that they do not know. So the conversation is rendered once more
 with a marker in place of each content and of each call's arguments, and every marker must be in the text.
@@ -18,18 +18,18 @@ Messages = Sequence[Mapping[str, Any]]
 it."""
 MARKER = "0f1e2d3c{:06d}"
 MOST = 1024
-"""Conversations whose shape is remembered."""
+"""Most conversation shapes that are cached."""
 
 
 class ShownMessages:
-    """Shapes of conversations that a template is known to write whole: roles, fields, kinds of contents, options."""
+    """Cache of conversation shapes that a template renders completely: roles, fields, kinds of contents, options."""
 
     def __init__(self) -> None:
         self._whole: set[bytes] = set()
-        """Digests of them: options may be long documents."""
+        """Digests of the shapes, because options may be long documents."""
 
     def check(self, messages: Messages, key: Any, render: Callable[[Messages], str]) -> None:
-        """Raise DataError for a message or call that ``render`` leaves out.
+        """Raise DataError for a message or call missing in the text of ``render``.
 
         Args:
             key: What the template is given beside the messages.
@@ -56,7 +56,7 @@ class ShownMessages:
 
 
 class _Marked:
-    """A conversation with markers, and their places."""
+    """A conversation with markers in place of its texts, and the markers' meanings."""
 
     def __init__(self, messages: Messages) -> None:
         self.places: list[tuple[str, str, str]] = []
@@ -97,7 +97,7 @@ class _Marked:
 
 
 def _shape(message: Mapping[str, Any]) -> list[Any]:
-    """Role, fields and kinds of values of a message: a template may decide by them."""
+    """Return a message's role, fields and kinds of values, on which a template may depend."""
     return [message.get("role"), *((name, _kind(value)) for name, value in message.items() if name != "role")]
 
 
@@ -110,7 +110,7 @@ def _kind(value: Any) -> Any:
 
 
 def _is_in(given: str, text: str) -> bool:
-    """Return True if a text holds what was given, as it stands or as JSON writes it."""
+    """Return True if a text contains the given text, plain or as JSON."""
     return any(form in text for form in (given.strip(), json.dumps(given.strip(), ensure_ascii=False)[1:-1]))
 
 
@@ -118,7 +118,7 @@ def _is_in(given: str, text: str) -> bool:
 
 
 def argument_texts(messages: Messages) -> Iterator[str]:
-    """Arguments of calls that are texts, OpenAI's wire form."""
+    """Yield call arguments that are texts (OpenAI's wire format)."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             arguments = (call.get("function") or call).get("arguments")

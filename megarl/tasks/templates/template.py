@@ -23,10 +23,10 @@ IDENTIFIERS = ("name", "tool_call_id", "id")
 """Fields of a message that a template may pass over: they point at other messages and hold nothing that a model
 reads."""
 RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
-"""Arguments of transformers' ``apply_chat_template`` that are no options of a row."""
+"""Arguments of transformers' ``apply_chat_template`` that rows may not set."""
 DEFAULT, TOOL_USE = "default", "tool_use"
 _ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError)
-"""Errors that the code of a template raises."""
+"""Errors raised by a template's code."""
 
 
 class ChatTemplate:
@@ -69,7 +69,7 @@ class ChatTemplate:
         return text
 
     def _write(self, name: str, messages: Messages, kwargs: Mapping[str, Any], answered: bool) -> str:
-        """The text that a template writes. Raises DataError."""
+        """Return a template's text. Raises DataError."""
         watched = [_Message(message) for message in messages]
         given = {"tools": None, "documents": None, **self._variables, **kwargs}
         try:
@@ -119,7 +119,7 @@ def _with_arguments(messages: Messages, write: Callable[[Messages], str]) -> tup
 
 
 class _Message(dict[str, Any]):
-    """A message that remembers which of its fields were looked at."""
+    """A message that records access to its fields."""
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         super().__init__(fields)
@@ -127,7 +127,7 @@ class _Message(dict[str, Any]):
 
     @property
     def unseen(self) -> str | None:
-        """A field with something for the model to read that was not looked at."""
+        """Return the name of a non-empty field that the template did not read, or None."""
         passed = self.fields_seen | {"role", *IDENTIFIERS}
         return next((name for name, value in super().items() if name not in passed and value not in (None, "")), None)
 

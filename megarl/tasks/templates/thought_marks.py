@@ -1,4 +1,4 @@
-"""Marks of thoughts that are not ``<think>`` and ``</think>``, rewritten to these two for all who read responses.
+"""Marks of thoughts that are not ``<think>`` and ``</think>``, rewritten to these two for all readers of responses.
 
 Sources: chat templates of Seed-OSS, Magistral and Granite 3; OpenAI's harmony format for gpt-oss.
 """
@@ -70,7 +70,7 @@ GRANITE = ThoughtMarks(
     frozenset(), lambda text: _GRANITE.sub(lambda found: CLOSE if "response" in found[0] else OPEN, text)
 )
 COMMON = ThoughtMarks(frozenset(), str)
-"""Marks of families that write ``<think>``, or no thoughts."""
+"""Marks of model families with ``<think>`` or without thoughts."""
 
 
 def thought_marks(special: Collection[str], template: str) -> ThoughtMarks:

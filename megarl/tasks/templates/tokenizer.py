@@ -1,4 +1,4 @@
-"""Chat prompts to token ids and back, by the checkpoint's own tokenizer.json and chat template.
+"""Chat prompts to token ids and back, by the checkpoint's tokenizer.json and chat template.
 
 transformers' AutoTokenizer gives the same ids but imports torch (3.6 s and 300 MB against 0.05 s here), which the
 explorer and the launcher need for nothing else. A test compares the two.
@@ -29,17 +29,17 @@ from megarl.tasks.templates.thought_marks import thought_marks
 from megarl.tasks.tools.functions import template_tools
 
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")
-"""Files of a model that takes more than text."""
+"""Files of a multimodal model."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Special tokens that transformers gives to a template."""
+"""Special tokens passed to a template, as in transformers."""
 AT_ONCE = 1024
-"""Texts that are encoded together."""
+"""Number of texts encoded in one batch."""
 TAGS = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
 """Text that verifiers read, though a tokenizer may have it as special tokens."""
 LONGEST_CHARACTER = 4
-"""Bytes, and so tokens, of a character in UTF-8."""
+"""Most bytes, and so tokens, of a character in UTF-8."""
 PROBE = "0f1e2d3c"
-"""An answer whose rendering shows what a template writes after answers."""
+"""Probe answer, to find the text that a template writes after answers."""
 
 
 class ChatTokenizer:
@@ -60,7 +60,7 @@ class ChatTokenizer:
         self._thoughts = thought_marks(special.values(), template.text)
         self._dropped = frozenset(i for i, token in special.items() if token not in TAGS | self._thoughts.tokens)
         self.kwargs = dict(kwargs or {})
-        """Options of the template, which a row's own go before."""
+        """Options of the template; a row's own options take precedence."""
         self.eos_ids = eos_ids
         """Tokens that end a response: generation_config.json's, else the tokenizer's own."""
         self.multimodal = multimodal

@@ -1,4 +1,4 @@
-"""A calculator for models: arithmetic that is read, not executed."""
+"""A calculator for models: arithmetic that is parsed, not executed."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 LONGEST = 1000
-"""Characters of an expression."""
+"""Most characters of an expression."""
 MOST_BITS = 4096
-"""Bits of an integer; a larger one takes time and memory, and is no help to a model."""
+"""Most bits of an integer; larger ones cost time and memory and do not help a model."""
 LARGEST_FACTORIAL = 500
 MOST_DIGITS = 100
-"""Digits that ``round`` takes."""
+"""Most digits for ``round``."""
 DIGITS = 12
 """Significant digits of a result that is not whole."""
 

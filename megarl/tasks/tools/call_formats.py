@@ -1,4 +1,4 @@
-"""Tool calls read from the forms in which model families write them.
+"""Parsers of model families' tool-call formats.
 
 Each reader takes the text from the first call on. Its patterns are linear in the text: a part that is not closed
 reaches to the end, and is found once.
@@ -167,7 +167,7 @@ def python_calls(text: str, _: Parameters) -> Found:
 
 
 def _python_calls(text: str) -> list[ToolCall]:
-    """Calls of a text, which is parsed and never evaluated."""
+    """Parse the calls of a text, without evaluating it."""
     try:
         if len(text) > MAX_PYTHON:
             raise ValueError("more text than is parsed")
@@ -182,7 +182,7 @@ def _python_calls(text: str) -> list[ToolCall]:
 
 
 def _python_call(call: ast.expr, text: str) -> ToolCall:
-    """Raises ValueError for what is no call by name."""
+    """Convert a call. Raises ValueError unless it is a call by name."""
     if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
         raise ValueError("no call by name")
     arguments: dict[str, Any] | None = None

@@ -29,12 +29,12 @@ from megarl.tasks.tools.call_formats import (
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Form in which a model family writes calls."""
+    """Tool-call format of a model family."""
 
     marker: re.Pattern[str]
     """Found in chat templates of the family."""
     start: re.Pattern[str]
-    """Begin of the first call in an answer."""
+    """Start of the first call in an answer."""
     calls: Callable[[str, Parameters], Found]
     """Calls in the text from ``start`` on. JSON has types of its own; values in XML are read by the tools' schemas."""
 
@@ -92,5 +92,5 @@ def format_of(template: str) -> str | None:
 
 
 def written_by(template: str) -> ToolFormat | None:
-    """The format that a chat template writes; None as ``format_of``."""
+    """Return the format that a chat template writes; None as ``format_of``."""
     return FORMATS.get(format_of(template) or "")
