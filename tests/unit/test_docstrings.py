@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import ast
 import functools
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+import pytest
 
 import megarl
 
 PACKAGE = Path(megarl.__file__).parent
 SHARE = 0.85
-RIDDLE = re.compile(r"(What|Of|Whether|How)\b")
+RIDDLE = re.compile(r"(What|Of|Whether|How|Whose|Which|Those|As|None where)\b")
 """Words that no docstring begins with: their head would be missing."""
+READ_TWICE = re.compile(
+    r"\bbe (it|they) |\bof now\b|\bfor ever\b|\bwhom\b|\bthere or not\b|\bno more(?=[,.;:]|$)|\bof which\b"
+    r"|\bso (many|much|often)\b(?! (that|as))|\b(those|all) that there are\b|\b(whoever|somebody)\b"
+)
+"""Words of sentences that a reader reads twice."""
 
 
 class Documented(NamedTuple):
@@ -61,6 +70,28 @@ def test_most_public_functions_have_a_docstring() -> None:
 
 def test_no_docstring_begins_as_a_riddle() -> None:
     assert [(d.where, d.text[:60]) for d in found() if d.text and RIDDLE.match(d.text)] == []
+
+
+def comments(source: str) -> Iterator[tuple[int, str]]:
+    """Line and text of each comment."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string.lstrip("# ")
+
+
+def test_no_docstring_and_no_comment_must_be_read_twice() -> None:
+    texts = [(d.where, d.text) for d in found() if d.text]
+    for path in sorted(PACKAGE.rglob("*.py")):
+        texts += [(f"{path.name}:{line}", text) for line, text in comments(path.read_text())]
+    assert len(texts) > 7000
+    assert [(where, text[:80]) for where, text in texts if READ_TWICE.search(" ".join(text.split()))] == []
+
+
+@pytest.mark.parametrize(
+    "text", ["those\n  of now", "None, be it absent", "rows, of which some", "so many engines"]
+)
+def test_sentences_to_be_read_twice_are_seen(text: str) -> None:
+    assert READ_TWICE.search(" ".join(text.split()))
 
 
 def test_riddles_are_seen_wherever_they_stand() -> None:

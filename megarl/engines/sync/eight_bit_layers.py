@@ -145,8 +145,8 @@ def largest_of_channels(weight: torch.Tensor) -> torch.Tensor:
 
 
 def quantised(weight: torch.Tensor, largest: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The 8-bit form of ``weight`` [out, in]: numbers [out, in] in float8_e4m3fn, the nearest to weight / scale, and
-    scales [out, 1] in float32, of which ``largest`` / 448 is the usual."""
+    """Return the 8-bit form of ``weight`` [out, in]: numbers [out, in] in float8_e4m3fn, the nearest to weight / scale,
+    and scales [out, 1] in float32, usually ``largest`` / 448."""
     scales = (largest / torch.tensor(LARGEST, device=weight.device)).clamp_min(SMALLEST_SCALE)
     numbers = torch.empty_like(weight, dtype=FP8)
     rows = max(1, ELEMENTS // weight.shape[1])

@@ -114,7 +114,7 @@ def count_field(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def messages_field(body: Any) -> list[Any]:
-    """Check that a body has messages, of which the last is not the assistant's. Raises BadRequest."""
+    """Check that a body has messages and that the last is not the assistant's. Raises BadRequest."""
     messages = object_field(body, "body").get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequest(f"`messages` must be a list with at least one message, got {messages!r:.60}")

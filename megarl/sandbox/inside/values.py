@@ -1,8 +1,8 @@
 """Values of Python as JSON, so that they can be compared where the program that made them cannot reach.
 
 None, booleans, strings, lists, small integers and finite floats are themselves; all else is ``{"t": type, "v": ...}``.
-Never pickle: whoever reads this must not believe who wrote it. Subclasses are written as what they extend, so a string
-with an ``__eq__`` of its own arrives as a string.
+Never pickle: the reader does not trust the writer. A subclass is written as its base type, so a string with its own
+``__eq__`` arrives as a plain string.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reductions over the tokens of a step, of which a rank may hold only some sequences.
+"""Reductions over the tokens of a step; a rank may hold only some of its sequences.
 
 Each sequence has partial results, whose bits do not depend on other sequences. ``together`` gathers them on every rank
 in the step's order, and they are reduced in that order. So a result depends neither on the grid nor on the number of
