@@ -87,9 +87,7 @@ def test_no_docstring_and_no_comment_must_be_read_twice() -> None:
     assert [(where, text[:80]) for where, text in texts if READ_TWICE.search(" ".join(text.split()))] == []
 
 
-@pytest.mark.parametrize(
-    "text", ["those\n  of now", "None, be it absent", "rows, of which some", "so many engines"]
-)
+@pytest.mark.parametrize("text", ["those\n  of now", "None, be it absent", "rows, of which some", "so many engines"])
 def test_sentences_to_be_read_twice_are_seen(text: str) -> None:
     assert READ_TWICE.search(" ".join(text.split()))
 
