@@ -201,7 +201,8 @@ def extract(response: str, answer_format: str = "any") -> str:
 
     ``answer_format``: ``any``, ``box`` (only a box counts), ``hashes`` (only GSM8K's ``#### answer``) or ``line`` (the
     last ``Answer:`` line, as DAPO's prompt asks; without one, as ``any``). Of boxes, ``<answer>`` tags and ``####``
-    lines the one that ends last counts, even if empty. Without them: the last "answer is" / "答案是", else the last line.
+    lines the one that ends last counts, even if empty. Without them: the last "answer is" / "答案是", else the
+    last line.
     """
     text = _answered(response)
     line = _line(text) if answer_format == "line" else None

@@ -1,5 +1,5 @@
-"""Find tests that check a function's changes to its argument. The sandbox passes copies, so such tests would always
-fail."""
+"""Find tests that check a function's changes to its argument. The sandbox passes copies, so tests never see
+such changes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ CHANGEABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetCo
 
 @functools.lru_cache(maxsize=64)  # a group's responses share tests
 def looked_at_in_place(checks: Checks) -> str | None:
-    """Return the name of a list, dict or set that tests pass to the program and read in a later statement, other than
-    to pass it again; None if there is no such name.
+    """Return the name of a list, dict or set that tests pass to the program and read in a later statement. Passing it
+    again is not reading. None if there is no such name.
 
     Within one statement the tests are assumed to check the return value (``assert f(x) == sorted(x)``). Raises
     SyntaxError or ValueError for tests that do not parse.

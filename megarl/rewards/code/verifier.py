@@ -169,7 +169,7 @@ def complete(program: str, row: Asserts) -> str:
 
 
 def _method_as_function(program: str, entry: str | None) -> str:
-    """Return a line that defines the requested function as a method of ``class Solution``; '' if not needed."""
+    """Return a line that binds the requested function to a method of ``class Solution``; '' if not needed."""
     if (
         not entry
         or not re.search(r"^class Solution\b", program, re.MULTILINE)

@@ -1,8 +1,8 @@
 """Prompt of a judge, and parsing of its reply. The judged answer is untrusted: it may try to give the verdict itself.
 
 Only the judge's reply is parsed. An answer can still persuade the judge, or be quoted by it. So it is put between two
-lines with a code that it cannot know, its control tokens are broken up, and its lines that look like a verdict are
-marked as quotations: repeated by the judge, they do not count as a verdict.
+lines with a code that it cannot know, and its control tokens are broken up. Its lines that look like a verdict are
+marked as quotations: repeated by the judge, they do not count.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _VERDICT = re.compile(
 _CONTROL = re.compile(
     r"<(?=[|｜][^<>\n]{1,40}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])"
 )
-"""First character of the text between messages in chat templates, which tokenizers read as control tokens anywhere."""
+"""First character of a chat template's control token, which tokenizers recognize anywhere in a text."""
 
 
 class Vote(NamedTuple):

@@ -54,7 +54,7 @@ class JudgeServer:
     """OpenAI-compatible servers of one model, used in turn.
 
     Args:
-        bases: Returns the base URLs of the servers that are there now, one or more.
+        bases: Returns the base URLs of the current servers, one or more.
         key: Sent as bearer token; None for none.
         engine_timeout_s: Seconds to wait for one of the job's own engines that is being replaced.
     """

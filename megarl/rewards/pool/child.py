@@ -107,7 +107,7 @@ class RewardProcess:
 
 
 def fork_root() -> None:
-    """Prepare forking this process's fork servers from its current state: with its imports, before it has threads."""
+    """Fork a root for this process's fork servers now: with its imports, before it has threads."""
     _roots[os.getpid()] = ForkRoot()
 
 

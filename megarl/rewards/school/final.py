@@ -156,7 +156,7 @@ _SETTLING = re.compile(
 
 
 def settled(text: str) -> set[str] | None:
-    """Return the letters that a text names without those that it refuses; None if it says more or retracts a letter."""
+    """Return the letters that a text names except refused ones; None if it has other text or retracts a letter."""
     text = half_width(text).strip().rstrip(".。! ")
     if len(text) > MAX_TEXT:
         return None
@@ -212,10 +212,8 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def sole_choice(text: str, pred: str) -> set[str]:
-    """Return the letter that the last sentence names ("So it's B."), or an answer with its reason ("B, as 2+3=5").
-
-    Empty for no such letter, and if the line or reason names other letters.
-    """
+    """Return the letter named by the last sentence ("So it's B.") or by an answer with its reason ("B, as 2+3=5"); empty
+    if there is none, or the line or reason names other letters."""
     line = half_width(text.rsplit("\n", 1)[-1]).replace("**", "").strip()
     *_, last = _SENTENCE.split(line)
     pred = half_width(pred).strip()

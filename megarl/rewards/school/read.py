@@ -29,7 +29,7 @@ _JOINED = re.compile(r"(?:[\s,;&+/、]|\band\b|和|与|及|以及)*", re.IGNOREC
 
 
 def letters(text: str) -> list[str] | None:
-    """Return the option letters that an answer names, each once, in order; None if it names none or says more."""
+    """Return the option letters that an answer names, each once, in order; None if it names none or has other text."""
     text = _NOISE.sub("", _NOISE.sub("", half_width_letters(text)))
     if (
         re.fullmatch(r"\(?[a-h]\)?\.?", text)
