@@ -212,8 +212,8 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def sole_choice(text: str, pred: str) -> set[str]:
-    """Return the letter named by the last sentence ("So it's B.") or by an answer with its reason ("B, as 2+3=5"); empty
-    if there is none, or the line or reason names other letters."""
+    """Return the letter named by the last sentence ("So it's B.") or by an answer with its reason ("B, as 2+3=5").
+    Empty if there is none, or the line or reason names other letters."""
     line = half_width(text.rsplit("\n", 1)[-1]).replace("**", "").strip()
     *_, last = _SENTENCE.split(line)
     pred = half_width(pred).strip()
