@@ -322,7 +322,7 @@ def _states(line: str, formula: str) -> bool:
 
 
 def _of_sentence(line: str) -> str:
-    """Return a sentence's only formula or number, or what it says that something "is". A sentence with "or" or "not" is
+    """Return a sentence's only formula or number, or the text after "is". A sentence with "or" or "not" is
     not split."""
     line = marks.without_bold(marks.undecorated(line))
     line = _LEAD.sub("", line.strip().strip("*").strip()).rstrip(".。 ")

@@ -139,7 +139,7 @@ def _functions(named: str, where: str) -> list[Callable[..., Any]]:
 
 
 def _schema(hint: Any) -> dict[str, Any] | None:
-    """Return the JSON schema of an annotation, or None if it has none. ``X | None`` gives that of X."""
+    """Return the JSON schema of an annotation, or None if it has none. ``X | None`` has the schema of X."""
     if hint in TYPES:
         return {"type": TYPES[hint]}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
