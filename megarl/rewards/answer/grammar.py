@@ -322,8 +322,8 @@ def _states(line: str, formula: str) -> bool:
 
 
 def _of_sentence(line: str) -> str:
-    """Return a sentence's only formula or number, or the text after "is". A sentence with "or" or "not" is
-    not split."""
+    """Return a sentence's only formula or number, or the text after "is". A sentence with "or" or "not" is not
+    split."""
     line = marks.without_bold(marks.undecorated(line))
     line = _LEAD.sub("", line.strip().strip("*").strip()).rstrip(".。 ")
     formulas = [next(filter(None, match.groups())) for match in _INLINE.finditer(line)]

@@ -1,7 +1,7 @@
 """Process of a reward function as seen by its owner: a socket, an exit status, and a kill that includes its
 descendants.
 
-It is forked from a process that has imported megarl's verifiers (``core/processes/fork.py``), or started anew.
+It is forked from a process that has imported megarl's verifiers (``core/processes/fork.py``), or else started directly.
 """
 
 from __future__ import annotations
