@@ -1,5 +1,5 @@
-"""Model inputs of images, and lengths of prompts with images, by the model's processor. Only this module imports torch
-and transformers."""
+"""Model inputs of images, and lengths of prompts with images, by the model's processor. Imports torch and
+transformers, which no other module of ``tasks`` needs."""
 
 from __future__ import annotations
 
