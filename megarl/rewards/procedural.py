@@ -1,7 +1,7 @@
-"""reasoning-gym's own scorers (Apache-2.0), one per task family.
+"""reasoning-gym's scorers (Apache-2.0), one per task family.
 
 Ten of them pass an answer, or text of the row, to Python's ``eval`` or sympy's ``parse_expr``. Such text is parsed here
-first, and is passed on only if it is a literal or a formula, which calls nothing but functions of mathematics.
+first, and passed on only if it is a literal, or a formula that calls only mathematical functions.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def is_literal(text: object) -> bool:
 def is_formula(text: object) -> bool:
     """Return True for text of numbers, variables (``x``, ``C_1``), operators and calls of ``FUNCTIONS``.
 
-    A comment, whose text is not parsed here, is no part of a formula.
+    Text with a comment, which is not parsed here, is not a formula.
     """
     return _consists_of(text, _in_formula) and "#" not in str(text)
 
@@ -77,9 +77,9 @@ EVALUATED: dict[str, Callable[[object], bool]] = {
     **dict.fromkeys(("intermediate_integration", "polynomial_multiplication", "simple_integration"), is_formula),
     **dict.fromkeys(("countdown", "puzzle24"), is_arithmetic),
 }
-"""Family whose scorer evaluates an answer -> test of the answers that it may be given. It gets no answer in place of
-another one, except the right one itself. ``countdown`` and ``puzzle24`` count the integers in the text: of
-``0x18 + 0*(1+2+3+4)`` and ``(x+x)/x # 1 2 3 4`` they count others than those that make the value."""
+"""Family whose scorer evaluates an answer -> test of the answers that it may evaluate. Other answers are withheld,
+except the ground truth. ``countdown`` and ``puzzle24`` count the integers in the text: in ``0x18 + 0*(1+2+3+4)`` and
+``(x+x)/x # 1 2 3 4`` they count other integers than the value uses."""
 
 EVALUATED_OF_ROW: dict[str, tuple[str, Callable[[object], bool]]] = {
     "bitwise_arithmetic": ("problem", is_formula),
@@ -88,7 +88,7 @@ EVALUATED_OF_ROW: dict[str, tuple[str, Callable[[object], bool]]] = {
     "polynomial_multiplication": ("answer", is_formula),
     "simple_integration": ("integrand", is_formula),
 }
-"""Family whose scorer evaluates text of the row -> its field, and the test of that. The field is the ground truth
+"""Family whose scorer evaluates text of the row -> its field, and a test of the field. The field is the ground truth
 (``answer``) or an entry of the metadata."""
 
 MAY_BE_RIGHT: dict[str, Callable[[str, Any, dict[str, Any]], bool]] = {
@@ -97,9 +97,9 @@ MAY_BE_RIGHT: dict[str, Callable[[str, Any, dict[str, Any]], bool]] = {
     "game_of_life_halting": lambda answer, truth, metadata: answer.lower() == str(truth).lower(),
     "puzzle24": lambda answer, truth, metadata: _integers(answer) == sorted(metadata.get("numbers", _integers(answer))),
 }
-"""Family whose scorer gives 1.0 to one answer whatever the row -> test of the answers that may be right. Others have
-the score of none. The scorers take ``0`` and ``0.3`` for 0.375, ``nan``, any text for ``False``, and ``1*2*3*4`` for
-24 of other numbers."""
+"""Family whose scorer gives 1.0 to some answer for every row -> test of the answers that may be right. Others score as
+no answer. The scorers accept ``0`` and ``0.3`` for 0.375, ``nan``, any text for ``False``, and ``1*2*3*4`` for 24 of
+other numbers."""
 
 FUNCTIONS = frozenset(
     (
@@ -131,7 +131,7 @@ def _integers(text: str) -> list[int]:
 
 
 def _is_cut(answer: str, truth: str) -> bool:
-    """Return True if a number's digits are the first ones of another number."""
+    """Return True if one number's digits are the first digits of the other."""
     try:
         found, right = (float(Fraction(text.replace(",", ""))) for text in (answer, truth))
     except (ValueError, ArithmeticError):
@@ -140,7 +140,7 @@ def _is_cut(answer: str, truth: str) -> bool:
 
 
 def _consists_of(text: object, allowed: Callable[[ast.AST], bool]) -> bool:
-    """Return True if the text is one expression of allowed nodes. sympy's own tokenizer reads ASCII as Python does."""
+    """Return True if the text is one expression of allowed nodes. sympy's tokenizer reads ASCII as Python does."""
     if not isinstance(text, str) or not text.isascii():
         return False
     try:
@@ -150,16 +150,16 @@ def _consists_of(text: object, allowed: Callable[[ast.AST], bool]) -> bool:
 
 
 def answer_of(solution_str: str) -> str:
-    """Return the content of the last ``<answer>…</answer>`` after all thoughts, or else the whole text after them,
+    """Return the content of the last ``<answer>…</answer>`` after all thoughts, else the whole text after them,
     stripped."""
     text = after_thinking(solution_str).strip()
-    tagged, closed, _ = text.rpartition("</answer>")  # its search is quadratic in tags after the last that is closed
+    tagged, closed, _ = text.rpartition("</answer>")  # its search takes quadratic time in unclosed tags
     answer = reasoning_gym().utils.extract_answer(tagged + closed)
     return text if answer is None else str(answer)
 
 
 def check_row(family: str, ground_truth: Any, extra_info: dict[str, Any]) -> None:
-    """Raise DataError for a row with text that the family's scorer would run as a program."""
+    """Raise DataError for a row with text that the family's scorer would execute."""
     if family not in EVALUATED_OF_ROW:
         return
     name, is_data = EVALUATED_OF_ROW[family]
@@ -173,8 +173,8 @@ def check_row(family: str, ground_truth: Any, extra_info: dict[str, Any]) -> Non
 
 
 def check_family(family: str) -> None:
-    """Raise DataError for an unknown family, for one in none of the tables above, and for another reasoning-gym than
-    that of the tables. A known family imports nothing."""
+    """Raise DataError for an unknown family, a family in none of the tables above, or another version of reasoning-gym.
+    Does not import reasoning-gym for a known family."""
     if (version := importlib.metadata.version("reasoning-gym")) != VERSION:
         raise DataError(
             f"data_source 'reasoning_gym/{family}': reasoning-gym {version} is installed, and megarl knows which "
@@ -194,11 +194,11 @@ def check_family(family: str) -> None:
 
 @functools.cache
 def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
-    """The scorer of ``reasoning_gym/<family>``: 1.0 for a right answer, partial credit as the family defines it.
+    """Return the scorer of ``reasoning_gym/<family>``: 1.0 for a right answer, partial credit as the family defines it.
 
     The answer is ``answer_of`` the response. Families other than arithmetic read ``extra_info``'s question and
-    metadata. Raises DataError as ``check_family``. The scorer raises what the family raises for the right answer;
-    another one that it cannot read is wrong.
+    metadata. Raises DataError as ``check_family``. The scorer raises the family's error if the right answer causes it
+    too; otherwise an unreadable answer is wrong.
     """
     check_family(family)
     score_answer = reasoning_gym().get_score_answer_fn(family)
@@ -212,16 +212,16 @@ def scorer(family: str) -> Callable[[str, Any, dict[str, Any] | None], float]:
         try:
             return float(score_answer(answer, entry))
         except Exception:
-            score_answer(_given(family, ground_truth, ground_truth, metadata), entry)  # raises too for a faulty row
+            score_answer(_given(family, ground_truth, ground_truth, metadata), entry)  # raises again for a faulty row
             return 0.0
 
     return score
 
 
 def _given(family: str, answer: Any, ground_truth: Any, metadata: dict[str, Any]) -> Any:
-    """The answer as the family's scorer is given it; None for one that it would run as a program.
+    """Return the answer as passed to the family's scorer; None for an answer that it would execute.
 
-    Scorers that evaluate lists compare the text with right answers first, and evaluate none of those.
+    Scorers that evaluate lists first compare the text with right answers, and do not evaluate equal ones.
     """
     is_data = EVALUATED.get(family)
     if family in MAY_BE_RIGHT and answer != ground_truth and not MAY_BE_RIGHT[family](answer, ground_truth, metadata):

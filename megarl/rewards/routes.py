@@ -1,5 +1,4 @@
-"""Verifiers of the data sources. A new family of rewards is one file, one row of ``FAMILIES`` and its rows of
-``ROUTES``."""
+"""Verifiers by data source. A new reward family is one file, a row of ``FAMILIES`` and rows of ``ROUTES``."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ FAMILIES: dict[str, Callable[[str, RewardConfig], Scorer]] = {
     JUDGE: lambda rest, config: judge_family.scorer(config),
     "vision": lambda rest, config: vision.scorer(rest),
 }
-"""Family -> function of what follows the prefix in ``data_source``, and of the settings, that gives the scorer. Heavy
+"""Family -> function of the text after the prefix in ``data_source`` and of the settings that returns the scorer. Heavy
 imports happen there."""
 
 ALGEBRA = ("megarl.rewards.math.algebra", "latex2sympy2_extended.latex2sympy2", "math_verify", "sympy")
@@ -46,7 +45,7 @@ IMPORTS: dict[str, tuple[str, ...]] = {
     "reasoning_gym": ("reasoning_gym",),
     **dict.fromkeys(("math", "math_named", "math_lined", "math_boxed"), ALGEBRA),
 }
-"""Family -> modules that its scorer imports late, of those that take 0.2 s and more."""
+"""Family -> modules of at least 0.2 s that its scorer imports late."""
 
 RowCheck = Callable[[str, Any, dict[str, Any]], None]
 ROW_CHECKS: dict[str, RowCheck] = {
@@ -59,8 +58,8 @@ ROW_CHECKS: dict[str, RowCheck] = {
     "code": lambda rest, truth, info: code_tests.check_row(truth, info),
     "reasoning_gym": lambda rest, truth, info: procedural.check_row(rest.removeprefix("/"), truth, info),
 }
-"""Family -> function of what follows the prefix, ground truth and extra_info that raises DataError for what no answer
-can be judged by."""
+"""Family -> function of the text after the prefix, ground truth and extra_info. It raises DataError for a row that no
+answer can satisfy."""
 
 ROUTES: dict[str, str] = {
     "reasoning_gym": "reasoning_gym",
@@ -95,18 +94,18 @@ ROUTES: dict[str, str] = {
         "code",
     ),
 }
-"""Prefix of ``data_source`` -> family: verl's names, Skywork-OR1's (``train-math-…``), and ours."""
+"""Prefix of ``data_source`` -> family: names of verl, Skywork-OR1 (``train-math-…``) and megarl."""
 
 
 def route(data_source: str, routes: Mapping[str, str]) -> tuple[str, str]:
-    """(family, what follows the prefix) by the longest matching prefix, of ``routes`` (``reward.routes``) before
-    megarl's own.
+    """Return (family, text after the prefix) by the longest matching prefix, in ``routes`` (``reward.routes``) before
+    megarl's table.
 
-    What follows a prefix of the user's is the subtype that ``routes`` names (``vision/count``), since only megarl's own
-    names mean something after their prefix.
+    For a prefix of the user the text is the subtype in ``routes`` (``vision/count``), since only after megarl's
+    prefixes the rest of the name has a meaning.
 
     Raises:
-        DataError: there is none.
+        DataError: no prefix matches.
     """
     for table in (routes, ROUTES):
         matching = [prefix for prefix in table if data_source.startswith(prefix)]
@@ -123,7 +122,7 @@ def route(data_source: str, routes: Mapping[str, str]) -> tuple[str, str]:
 
 
 def imports_of(data_sources: Iterable[str], routes: Mapping[str, str]) -> list[str]:
-    """Modules that the verifiers of data sources import late; none for a source without a verifier."""
+    """Return the modules that the verifiers of data sources import late; sources without a verifier are skipped."""
     found: list[str] = []
     for data_source in data_sources:
         with suppress(DataError):
@@ -148,8 +147,7 @@ def check_source(data_source: str, config: RewardConfig) -> None:
 
 
 def check_row(data_source: str, ground_truth: Any, extra_info: dict[str, Any], config: RewardConfig) -> None:
-    """Raises DataError for a row that no answer can be judged by, as far as reading it shows. Cheap: nothing is run or
-    solved."""
+    """Raise DataError for a row that evidently no answer can satisfy. Cheap: only reads, runs and solves nothing."""
     family, rest = route(data_source, config.routes)
     if family in ROW_CHECKS:
         ROW_CHECKS[family](rest, ground_truth, extra_info)
@@ -163,9 +161,9 @@ def compute_score(
     *,
     config: RewardConfig | None = None,
 ) -> dict[str, Any]:
-    """Score an answer, in verl's signature. How it is written (``shape``) is a job's to weigh, and no part of this.
+    """Score an answer, in verl's signature, without shape rewards, which a job's settings weigh.
 
-    Returns ``{score, status, parts}`` and, of an error, ``reason``; ``status`` is ok, wrong, error or timeout.
+    Returns ``{score, status, parts}`` and, for an error, ``reason``; ``status`` is ok, wrong, error or timeout.
 
     Raises:
         DataError: the data source has no verifier.

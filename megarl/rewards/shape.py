@@ -1,8 +1,7 @@
-"""Rewards for how an answer is written, whether it is right or not: form, repetition, language, length. Pure functions.
+"""Rewards for the form, repetition, language and length of an answer, right or wrong. Pure functions.
 
-A word of the language reward is a run of Latin letters, of another alphabet's, or half a word for a Han character
-(Chinese words have about two). Everything here is linear in the length of the text, so that no answer can hold a worker
-up.
+The language reward counts a run of letters of one alphabet as one word and a Han character as half a word (Chinese
+words have about two). Everything is linear in the length of the text, so no answer can block a worker.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _TAG = re.compile(r"</?(?:think|answer)>")
 _HAN = "㐀-䶿一-鿿豈-﫿\U00020000-\U0003ffff"
 _TOKEN = re.compile(rf"[{_HAN}]|[^\s{_HAN}]+")
 _NO_WORDS = re.compile(
-    r"```.*?(?:```|\Z)"  # code; an open block reaches to the end, as in Markdown
+    r"```.*?(?:```|\Z)"  # code; an unclosed block reaches to the end, as in Markdown
     r"|`[^`\n]*`"
     r"|\$\$[^$]*\$\$"
-    r"|\$(?=\S)[^$\n]{0,999}?(?<=\S)\$(?!\d)"  # "$5 and $6" is no formula
+    r"|\$(?=\S)[^$\n]{0,999}?(?<=\S)\$(?!\d)"  # "$5 and $6" is not a formula
     r"|\\\((?:[^\\]|\\[^()])*\\\)"
     r"|\\\[(?:[^\\]|\\[^\[\]])*\\\]"
-    r"|(?:https?://|www\.)[!-~]+"  # ASCII only: Chinese goes on without a space
+    r"|(?:https?://|www\.)[!-~]+"  # ASCII only: Chinese text continues without a space
     r"|</?[A-Za-z]\w*>"
     r"|\\(?:begin|end)\{[^{}\n]*\}|\\[A-Za-z]+",
     re.DOTALL,
@@ -40,11 +39,10 @@ _WORD = re.compile(rf"(?P<zh>[{_HAN}])|(?P<en>[A-Za-zÀ-ɏ]+(?:['’][A-Za-zÀ-�
 
 
 def shape_parts(text: str, question: str, config: RewardConfig, *, in_thinking: bool = False) -> dict[str, float]:
-    """The parts that need nothing but an answer's text and whose weight is not 0, unweighted: format, repetition,
-    language.
+    """Return the unweighted parts with non-zero weight that need only the answer's text: format, repetition, language.
 
     Args:
-        question: The last message of the prompt, whose language is meant by ``reward.language.language: prompt``.
+        question: Last message of the prompt; sets the language for ``reward.language.language: prompt``.
         in_thinking: As in ``format_reward``.
     """
     parts: dict[str, float] = {}
@@ -59,13 +57,13 @@ def shape_parts(text: str, question: str, config: RewardConfig, *, in_thinking: 
 
 
 def format_reward(text: str, form: Form, *, in_thinking: bool = False) -> float:
-    """1.0 for the wanted form, else 0.0 (DeepSeek-R1, 2501.12948 §2.2.2).
+    """Return 1.0 for the wanted form, else 0.0 (DeepSeek-R1, 2501.12948 §2.2.2).
 
-    Each tag once, in order, nothing but white space outside, the answer not blank; a thought may be, as it is where a
-    model has thinking switched off. The answer of ``think`` is all that is after ``</think>``.
+    Each tag occurs once and in order, only white space stands outside, and the answer is not blank. The thought may be
+    blank, as with thinking switched off. With ``think``, all text after ``</think>`` is the answer.
 
     Args:
-        in_thinking: The prompt ended with ``<think>`` (``opens_thinking``): the answer begins inside.
+        in_thinking: The prompt ended with ``<think>`` (``opens_thinking``), so the response begins inside the thought.
     """
     text = as_written(text, in_thinking)
     tags = _TAGS[form]
@@ -78,11 +76,11 @@ def format_reward(text: str, form: Form, *, in_thinking: bool = False) -> float:
 
 
 def repetition_penalty(text: str, ngram: int) -> float:
-    """-(share of n-grams that came before), above -1 and at most 0; 0 for texts of fewer than ``ngram`` words.
+    """Return -(share of repeated n-grams), above -1 and at most 0; 0 for texts of fewer than ``ngram`` words.
 
-    Words are what white space parts, in lower case; each Han character is one (Open-R1's
-    ``get_repetition_penalty_reward`` with ``max_penalty=-1``, from 2502.03373 appendix C.2; Open-R1 cuts Chinese with
-    jieba).
+    Words are lower-cased and split at white space; each Han character is a word. As Open-R1's
+    ``get_repetition_penalty_reward`` with ``max_penalty=-1`` (2502.03373 appendix C.2), which splits Chinese with
+    jieba.
     """
     words = _TOKEN.findall(text.lower())
     total = len(words) - ngram + 1
@@ -93,11 +91,11 @@ def repetition_penalty(text: str, ngram: int) -> float:
 
 
 def language_consistency(text: str, language: Language) -> float:
-    """The share of words in ``language``, 0.0 to 1.0 (DeepSeek-R1, 2501.12948 §2.3.2), told by script.
+    """Return the share of words in ``language``, 0.0 to 1.0 (DeepSeek-R1, 2501.12948 §2.3.2), judged by script.
 
-    ``en`` is every word of Latin letters, ``zh`` every Han character, ``other`` all the rest. Not counted: code,
-    formulas, URLs, tags, LaTeX commands, numbers, punctuation, and single Latin letters, which are mostly names of
-    variables. What has no words to count has mixed no languages: 1.0. A blank text has said nothing: 0.0.
+    ``en`` is every word of Latin letters, ``zh`` every Han character, ``other`` the rest. Not counted: code, formulas,
+    URLs, tags, LaTeX commands, numbers, punctuation, and single Latin letters, which are mostly variables. A text
+    without counted words scores 1.0, a blank text 0.0.
     """
     if not text.strip():
         return 0.0
@@ -107,8 +105,8 @@ def language_consistency(text: str, language: Language) -> float:
 
 
 def language_of(question: str) -> Language:
-    """The language of most words, counted as in ``language_consistency``; ``en`` before ``zh`` in a tie or without
-    words."""
+    """Return the language of most words, counted as in ``language_consistency``; ties and texts without words give
+    ``en``, then ``zh``."""
     counts = _words(question)
     return max(counts, key=counts.__getitem__)
 
@@ -126,14 +124,14 @@ def _words(text: str) -> dict[Language, float]:
 
 
 def k15_length_rewards(lengths: Sequence[int], right: Sequence[bool]) -> list[float]:
-    """k1.5's length reward of every answer of a group, each from -0.5 to 0.5 (2501.12599 §2.3.3).
+    """Return k1.5's length reward of every answer of a group, each from -0.5 to 0.5 (2501.12599 §2.3.3).
 
-    λ = 0.5 - (length - min) / (max - min); a right answer gets λ, a wrong one min(0, λ); all 0 where all lengths are
+    λ = 0.5 - (length - min) / (max - min); a right answer gets λ, a wrong one min(0, λ); all 0 if all lengths are
     equal.
 
     Args:
         lengths: Response tokens.
-        right: Whether the verifier took each answer.
+        right: True for each answer that the verifier accepted.
     """
     if len(lengths) != len(right):
         raise ValueError(
@@ -147,10 +145,9 @@ def k15_length_rewards(lengths: Sequence[int], right: Sequence[bool]) -> list[fl
 
 
 def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
-    """Penalty added to the reward of a response of ``length`` tokens: never above 0 (DAPO,
-    2503.14476, equation 13).
+    """Return the penalty for a response of ``length`` tokens, at most 0 (DAPO, 2503.14476, equation 13).
 
-    0 up to ``limit − buffer``, from there linearly down to ``−penalty`` at ``limit``, and ``−penalty`` beyond.
+    0 up to ``limit − buffer``, then linearly down to ``−penalty`` at ``limit`` and beyond.
 
     Args:
         limit: ``rollout.max_response_tokens``.
@@ -162,7 +159,7 @@ def overlong_penalty(length: int, limit: int, buffer: int, penalty: float = 1.0)
 
 
 def check_weights(reward: RewardConfig) -> None:
-    """Raise ConfigError where rewards are given later, and the score has parts of how a response is written."""
+    """Raise ConfigError if rewards are given later but the score has parts for a response's form."""
     for name in ("format", "repetition", "language"):
         if (weight := getattr(reward, name).weight) != 0:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""Conversion of a reward function's result to a verdict in plain JSON, and the weighted sum of its parts."""
+"""Convert a reward function's result to a verdict in plain JSON, and compute the weighted sum of its parts."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ NO_VERDICT = (*FAILURES, LATE)
 STATUSES = ("ok", "wrong", *NO_VERDICT)
 MAX_PARTS = 256
 MAX_NAME = 200
-"""Characters of a part's name; it becomes the name of a metric."""
+"""Maximum characters of a part's name, which becomes the name of a metric."""
 MAX_REASON = 2000
 ANSWER = "answer"
-"""The part that holds the verifier's own score where there are others."""
+"""Part with the verifier's score if there are other parts."""
 USER_PART = "user_"
-"""Prefix of a part that a reward function has given the name of one of megarl's."""
+"""Prefix of a reward function's part that has the name of one of megarl's."""
 
 
 def to_verdict(result: Any) -> dict[str, Any]:
-    """``{score, status, parts}`` of a number, or of a dict with ``score``; of an error also its ``reason``, where it
-    gives one.
+    """Convert a number, or a dict with ``score``, to ``{score, status, parts}``; for an error also ``reason``, if
+    given.
 
-    A dict's numeric entries, and those of its ``parts``, are kept as parts. ``status`` is the dict's own; or ok / wrong
-    by its ``acc`` (a bool or a number, right from 1 on); or else ok from a score of 1.0 on. Scalars of numpy and torch
-    are numbers. Raises TypeError or ValueError for a result that is neither, or not finite, and for more than MAX_PARTS
-    parts or a part whose name is too long or no valid text.
+    Numeric entries of a dict and of its ``parts`` are kept as parts. ``status`` is the dict's; else ok / wrong by its
+    ``acc`` (a bool or a number, right from 1 on); else ok from a score of 1.0 on. Scalars of numpy and torch are
+    numbers. Raises TypeError or ValueError for another or a non-finite result, more than MAX_PARTS parts, or a part
+    whose name is too long or invalid text.
     """
     if not isinstance(result, Mapping):
         score = _number(result, "the result")
@@ -65,24 +65,23 @@ def to_verdict(result: Any) -> dict[str, Any]:
 
 
 def with_question(extra_info: Mapping[str, Any] | None, question: str) -> dict[str, Any]:
-    """``extra_info`` with the prompt's last message as ``question``, where it has none: verifiers see by it who only
-    repeats it."""
+    """Return ``extra_info`` with the prompt's last message as ``question`` if it has none: verifiers detect answers
+    that only repeat it."""
     info = dict(extra_info or {})
     return info if info.get("question") else info | {"question": question}
 
 
 def weighed(result: Any, text: str, question: str, in_thinking: bool, config: RewardConfig) -> dict[str, Any]:
-    """``to_verdict`` of what a verifier returned for ``text``, with the shape rewards of the settings; see
+    """Return ``to_verdict`` of a verifier's result for ``text``, with the settings' shape rewards; see
     ``shape_parts``."""
     return weigh(to_verdict(result), shape_parts(text, question, config, in_thinking=in_thinking), config)
 
 
 def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardConfig) -> dict[str, Any]:
-    """The verdict with ``reward.weight`` · score + Σ weight · part as its score; the parts hold all of them,
-    unweighted.
+    """Return the verdict with score ``reward.weight`` · score + Σ weight · part; its parts are unweighted.
 
-    ``shape``: part -> value, for parts with a ``weight`` of their own in the settings. What has no verdict stays as it
-        is. ``verified`` is the verifier's own score where ``score`` is another one.
+    ``shape``: part -> value, for parts with a ``weight`` in the settings. A result without a verdict is unchanged.
+    ``verified`` is the verifier's score if ``score`` differs from it.
     """
     if verdict["status"] in NO_VERDICT or (not shape and config.weight == 1.0):
         return verdict
@@ -94,7 +93,7 @@ def weigh(verdict: dict[str, Any], shape: Mapping[str, float], config: RewardCon
 
 
 def with_parts(parts: Mapping[str, float], added: Mapping[str, float]) -> dict[str, float]:
-    """Return ``parts`` and megarl's own ``added``. A part with the name of an added one is kept as ``user_<name>``."""
+    """Return ``parts`` and megarl's ``added`` parts. A part with an added part's name is renamed to ``user_<name>``."""
     found = {name: value for name, value in parts.items() if name not in added}
     for name in parts.keys() & added.keys():
         kept = USER_PART + name
@@ -105,14 +104,14 @@ def with_parts(parts: Mapping[str, float], added: Mapping[str, float]) -> dict[s
 
 
 def weighed_reward(reward: Reward, text: str, question: str, in_thinking: bool, config: RewardConfig) -> Reward:
-    """A reward that a workflow has given for a trajectory whose last response is ``text``, as ``weighed``."""
+    """Weigh a reward that a workflow gave to a trajectory with the last response ``text``, as ``weighed`` does."""
     verdict = {"score": reward.score, "status": reward.status, "parts": reward.parts}
     found = weigh(verdict, shape_parts(text, question, config, in_thinking=in_thinking), config)
     return Reward(found["score"], found["status"], found["parts"])
 
 
 def _check_names(parts: Mapping[str, float]) -> None:
-    """Raise ValueError for too many parts, and for a name that is too long or cannot be stored as UTF-8."""
+    """Raise ValueError for too many parts, or a name that is too long or cannot be stored as UTF-8."""
     if len(parts) > MAX_PARTS:
         raise ValueError(
             f"compute_score returned {len(parts)} parts; at most {MAX_PARTS} numbers may stand beside 'score'"
@@ -126,7 +125,8 @@ def _check_names(parts: Mapping[str, float]) -> None:
 
 
 def _right(acc: Any, score: float) -> bool:
-    """Return True if ``acc`` is 1, or, without it, the score at least 1. A graded ``acc`` below 1 is not right."""
+    """Return True if ``acc`` is 1 or, without ``acc``, the score is at least 1. A graded ``acc`` below 1 is not
+    right."""
     return (score if acc is None else _number(acc, "'acc'")) >= 1.0
 
 

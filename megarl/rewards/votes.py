@@ -1,6 +1,6 @@
-"""Answers extracted from responses by the verifiers, for majority votes.
+"""Extract answers from responses with the verifiers, for majority votes.
 
-Two answers are one vote where their texts are equal after ``clean`` (LaTeX's ways of writing, spaces), right or wrong.
+Two answers count as one if their texts are equal after ``clean`` (LaTeX notation, spaces), right or wrong.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.rewards.answer.normalize import clean
 from megarl.rewards.routes import route
 
 MAX_VOTE = 200
-"""Most characters of an answer that are compared."""
+"""Maximum characters of a compared answer."""
 
 
 def _marked(answer_format: str) -> Callable[[str, Mapping[str, Any]], str]:
@@ -40,12 +40,12 @@ EXTRACTORS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
     "gsm8k": _marked("hashes"),
     "k12": _marked("any"),
 }
-"""Family of verifiers -> function of a response and ``extra_info`` that gives the answer, "" for none."""
+"""Family of verifiers -> function of a response and ``extra_info`` that returns the answer, "" for none."""
 
 
 def extractor(task: Task, config: RewardConfig) -> Callable[[str], str] | None:
-    """Function that reads the answer in a response to a task; None where its verifier extracts none: programs, judges,
-    images, and functions of users."""
+    """Return a function that reads the answer in a response to a task; None if its verifier extracts none: programs,
+    judges, images, and functions of users."""
     if config.path is not None:
         return None
     try:

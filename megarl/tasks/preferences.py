@@ -1,8 +1,8 @@
-"""Rows of preferences, in TRL's form: ``prompt, chosen, rejected``, and ``margin, data_source, extra_info`` where
-wanted. ShareGPT's and HH-RLHF's forms become that one (``forms.py``).
+"""Rows of preferences, in TRL's form: ``prompt, chosen, rejected``, optionally ``margin, data_source, extra_info``.
+ShareGPT's and HH-RLHF's forms are converted to it (``forms.py``).
 
-Answers are texts, or chat messages whose last one is the assistant's; messages before it repeat the prompt, and may
-then be all there is of it.
+Answers are texts, or chat messages that end with the assistant's. Messages before it repeat the prompt, and may replace
+it.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def read_preferences(
     skipped: Collection[str] = (),
     faults: Faults | None = None,
 ) -> list[Preference]:
-    """Read and check every row of a parquet, json or jsonl file. A row's id is ``<split>/<row>``, as of ``read_rows``.
+    """Read and check every row of a parquet, json or jsonl file. A row's id is ``<split>/<row>``, as in ``read_rows``.
 
     Args:
         columns: ``taskset.columns``.
-        skipped: Ids of rows that are left out unread.
-        faults: Is given the bad rows, which are left out; None refuses them.
+        skipped: Ids of rows to leave out unread.
+        faults: Collects bad rows, which are left out; with None a bad row is an error.
 
-    Raises DataError naming the file, the row, the field, what was seen and what is expected.
+    Raises DataError naming the file, row, field, the value and the expected form.
     """
     path, columns = Path(path), columns or {}
     names, rows = read_table(path, (*COLUMNS, *forms.COLUMNS, *columns.values()))
@@ -53,7 +53,7 @@ def read_preferences(
 def write_preferences(
     path: str | os.PathLike[str], preferences: Sequence[Preference], recipe: Mapping[str, Any] | None = None
 ) -> None:
-    """Write preferences as rows with texts as answers; ``margin`` and ``images`` are columns when any has some. See
+    """Write preferences as rows with text answers; ``margin`` and ``images`` are columns if any row has them. See
     ``write_table``."""
     assert not any(any(row.answers) or row.chat_template_kwargs for row in preferences), (
         "generated rows are texts without template options"
@@ -71,7 +71,7 @@ def _row(preference: Preference) -> dict[str, Any]:
         "prompt": list(preference.prompt),
         "chosen": preference.chosen,
         "rejected": preference.rejected,
-        "extra_info": preference.extra_info or None,  # parquet has no empty struct
+        "extra_info": preference.extra_info or None,  # parquet cannot store an empty struct
     }
 
 
@@ -111,7 +111,7 @@ def _preference(location: RowLocation, task_id: str, row: Mapping[str, Any]) -> 
 
 
 def _others(message: Message | None) -> dict[str, Any]:
-    """Fields of an answer beside its text."""
+    """Return the fields of an answer other than role and content."""
     return {name: value for name, value in (message or {}).items() if name not in ("role", "content")}
 
 

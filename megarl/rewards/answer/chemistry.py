@@ -1,7 +1,7 @@
-"""Chemical formulas and equations as school answers write them: ``H_2O``, ``Fe³⁺``, ``\\ce{2H2 + O2 -> 2H2O}``.
+"""Chemical formulas and equations in school notation: ``H_2O``, ``Fe³⁺``, ``\\ce{2H2 + O2 -> 2H2O}``.
 
-Case, counts, charges and coefficients matter; the way of writing, the order of an equation's terms and conditions over
-its arrow do not.
+Case, counts, charges and coefficients matter; notation, the order of an equation's terms and conditions over its arrow
+do not.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Sr Y Zr Nb Mo Tc Ru Rh Pd Ag Cd In Sn Sb Te I Xe Cs Ba La Ce Pr Nd Pm Sm Eu Gd T
 Hf Ta W Re Os Ir Pt Au Hg Tl Pb Bi Po At Rn Fr Ra Ac Th Pa U Np Pu"""
 ELEMENTS = frozenset(_ELEMENTS.split())
 WORDS = frozenset(("He", "In", "As", "No", "Be", "At", "I", "Os", "La", "Po", "Ho", "Pa", "Am", "Re"))
-"""Symbols that are also words, names or units: alone they are no formula."""
+"""Symbols that are also words, names or units: alone they are not a formula."""
 SINGLE_CAPITALS = frozenset(
     ["CO", "NO", "HF", "HI", "KI", "KF", "KOH", "CN", "OH", "HCN", "KCN", "CS", "BN", "HCO", "KBH", "NOF"]
 )
-"""Formulas of nothing but one-letter elements; other capitals are points, or abbreviations."""
+"""Formulas of one-letter elements only; other capitals are points or abbreviations."""
 MOLECULES = frozenset(["H2", "N2", "O2", "F2", "I2", "O3", "S8", "P4", "C60"])
-"""Molecules of one one-letter element; any other such is an indexed name."""
+"""Molecules of one one-letter element; any other such text is an indexed name."""
 MAX_LENGTH = 200
 
 _SUPER = {sign: plain for sign, plain in zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻", "0123456789+-", strict=True)}
@@ -91,7 +91,7 @@ class Term:
 class Reading:
     sides: tuple[tuple[Term, ...], ...]
     sign: str = ""
-    """``→`` (also for =) or ``⇌`` of an equation."""
+    """Sign of an equation: ``→`` (also for =) or ``⇌``."""
 
 
 def _written(text: str) -> str:
@@ -126,7 +126,7 @@ def chemical(text: str) -> Reading | None:
 
 
 def read(text: str) -> Reading | None:
-    """A formula, or the two sides of an equation."""
+    """Read a formula, or the two sides of an equation."""
     if len(text) > MAX_LENGTH:
         return None
     parts = re.split("([→=⇌])", _written(text))
@@ -140,7 +140,8 @@ def read(text: str) -> Reading | None:
 
 
 def same(gold: Reading, pred: Reading | None) -> bool:
-    """The same substances, counts, charges, coefficients and direction; ↑ ↓ and states only where both give them."""
+    """Return True for the same substances, counts, charges, coefficients and direction. ↑ ↓ and states are compared
+    only if both have them."""
     if pred is None or gold.sign != pred.sign:
         return False
     for ours, theirs in zip(gold.sides, pred.sides, strict=True):
@@ -194,8 +195,8 @@ def _term(match: re.Match[str], sign: str) -> Term | None:
 
 
 def _plain_charge(body: str, sign: str) -> tuple[str, str]:
-    """Read the charge of ``Fe3+``, ``SO42-`` and ``NH4+``: the last digit is the charge of a single atom, or after
-    another digit."""
+    """Read the charge of ``Fe3+``, ``SO42-`` and ``NH4+``: the last digit is a charge after a single atom or another
+    digit."""
     digits = re.search(r"\d*$", body)
     count = digits.group() if digits else ""
     single = re.fullmatch(r"[A-Z][a-z]?\d", body)
@@ -246,7 +247,7 @@ def _balanced(reading: Reading) -> bool:
         total: Counter[str] = Counter()
         for term in side:
             if not re.fullmatch(r"\d+", term.coefficient):
-                return True  # of electrons or fractions
+                return True  # with electrons or fractions
             total.update({name: number * int(term.coefficient) for name, number in term.atoms.items()})
         totals.append(total)
     return totals[0] == totals[1]

@@ -1,8 +1,8 @@
-"""Grammar of final answers, for every subject: where a response gives its answer, and how a sentence gives it.
+"""Grammar of final answers for every subject: finds the answer in a response, and in a sentence.
 
-``FORMS`` lists the forms of a response with examples. Below them stand forms of sentences: an answer before its
-explanation, boxes in a row, an answer beside a refused one, a name. Marks around an answer are in ``marks.py``,
-sentences that state a number in ``stated.py``, letters of options in ``school/final.py``.
+``FORMS`` lists the forms of a response with examples. Below it are forms of sentences: an answer before its
+explanation, boxes in a row, an answer next to a refused one, a name. ``marks.py`` has the marks around an answer,
+``stated.py`` sentences that state a number, ``school/final.py`` option letters.
 """
 
 from __future__ import annotations
@@ -47,33 +47,33 @@ FORMS: dict[str, tuple[tuple[str, str], ...]] = {
 }  # fmt: skip
 """Form of a final answer -> examples (response, answer).
 
-Of a box, a tag and ``####`` the one that ends last counts. Each other form counts only where the response has none of
-the forms above it.
+Of boxes, tags and ``####`` lines the one that ends last counts. Each other form counts only if the forms above it are
+absent from the response.
 """
 
 MAX_RESPONSE = 200_000
-"""Number of characters read at the end of a response, where a final answer is."""
+"""Maximum characters read from the end of a response, where the final answer is."""
 
 MAX_LINE = 100
-"""Characters of an ``Answer:`` line before a box; a longer one is a heading with its text."""
+"""Maximum characters of an ``Answer:`` line before a box; a longer line is a heading with its text."""
 
 _WRITTEN = re.compile(r"[^\n]*[^\W_][^\n]*")
-"""A line with more than signs, which ``$$`` and ``\\[`` are not."""
+"""A line with letters or digits, unlike ``$$`` and ``\\[``."""
 
 MAX_NESTED_BOXES = 5
 
 _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![a-zA-Z])\s*")
 _BARE = re.compile(r"(?:[^\s$\\{}.,]|[.,](?=\d))+")
-"""``5`` of ``\\boxed 5.``, and ``2.5`` of ``\\boxed 2.5``."""
+"""Matches ``5`` of ``\\boxed 5.`` and ``2.5`` of ``\\boxed 2.5``."""
 _HEDGED = re.compile(
     rf"[\s$]*(?:or\b|或|\\text\s*\{{\s*or\s*\}})\s*(?:[$\\\d(+-]|(?:[A-H]|maybe|perhaps|possibly|{'|'.join(NUMERALS)})\b)",
     re.IGNORECASE,
 )
-"""After ``\\boxed 5``, which nothing but white space ends."""
+"""Alternative after ``\\boxed 5``, a box without braces."""
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 _HASHES = re.compile(r"####[ \t]*:?[ \t]*(?:\n\s*(?!#))?([^\n]*)")
-"""``#### 18``; the answer may stand on the next line."""
+"""``#### 18``; the answer may be on the next line."""
 _PHRASE = re.compile(
     rf"(?:{marks.NAMES}\s*(?:(?:\*\*)?\s*(?:{marks.SIGNS})\s*(?:\*\*)?|\s+(?:is|are|would\s+be|will\s+be)\b\s*:?)"
     r"|\[(?:final\s+)?answer\]\s*[:：]?|\bans\.(?=\s*[\d$\\(*-])"
@@ -165,7 +165,8 @@ def boxes(text: str) -> Iterator[tuple[int, str]]:
 
 
 def _closing_brace(text: str, start: int) -> int:
-    """Index of the brace that closes the one at ``start``, or -1. ``\\{`` and ``\\}`` are characters, not braces."""
+    """Return the index of the brace that closes the one at ``start``, or -1. ``\\{`` and ``\\}`` are characters, not
+    braces."""
     depth = 0
     for brace in re.compile(r"(?<!\\)(?:\\\\)*([{}])").finditer(text, start):
         depth += 1 if brace.group(1) == "{" else -1
@@ -186,7 +187,7 @@ def last_box(text: str) -> str | None:
 
 
 def last_tag(text: str) -> tuple[int, str] | None:
-    """(end, content) of the last ``<answer>…</answer>``; an unclosed last one has content ''."""
+    """Return (end, content) of the last ``<answer>…</answer>``; an unclosed last tag has content ''."""
     opens = list(_TAG.finditer(text))
     if not opens:
         return None
@@ -200,7 +201,7 @@ def extract(response: str, answer_format: str = "any") -> str:
 
     ``answer_format``: ``any``, ``box`` (only a box counts), ``hashes`` (only GSM8K's ``#### answer``) or ``line`` (the
     last ``Answer:`` line, as DAPO's prompt asks; without one, as ``any``). Of boxes, ``<answer>`` tags and ``####``
-    lines the one that ends last counts, be it empty; without any of them the last "answer is" / "答案是", or else the
+    lines the one that ends last counts, even if empty. Without them: the last "answer is" / "答案是", else the
     last line.
     """
     text = _answered(response)
@@ -210,7 +211,7 @@ def extract(response: str, answer_format: str = "any") -> str:
 
 
 def _any(text: str, answer_format: str) -> str:
-    """Return the answer of the box, tag or ``####`` line that ends last, else of the text."""
+    """Return the answer of the box, tag or ``####`` line that ends last; without one, the text's answer."""
     found: list[tuple[int, str, str, Callable[[str], str]]] = []
     if answer_format in ("any", "box") and (all_boxes := list(boxes(text))):
         found.append((all_boxes[-1][0], "box", all_boxes[-1][1], _innermost))
@@ -237,7 +238,7 @@ def _of_tag(content: str) -> str:
 
 
 def _of_hashes(line: str) -> str:
-    """The box in a ``####`` line, unless a number stands before it, or the line."""
+    """Return the box in a ``####`` line unless a number precedes it; else the line."""
     box = _BOX.search(line)
     inner = last_box(line) if box and not re.search(r"\d", line[: box.start()]) else None
     if inner is None and _PHRASE.search(line):
@@ -246,7 +247,7 @@ def _of_hashes(line: str) -> str:
 
 
 def _line(text: str) -> str | None:
-    """The answer of the last ``Answer:`` line; None without one, and for a heading that a box answers further below."""
+    """Return the answer of the last ``Answer:`` line; None without one, and for a heading with a box further below."""
     found = list(marks.LINE.finditer(text))
     if not found:
         return None
@@ -262,14 +263,14 @@ def _line(text: str) -> str | None:
 
 @functools.lru_cache(maxsize=2)
 def unmarked(response: str) -> str:
-    """A response that has no box, tag, ``####`` or "answer is": all of it; '' for one that has."""
+    """Return a response without a box, tag, ``####`` or "answer is"; '' for a response with one."""
     text = _answered(response).strip()
     marked = _BOX.search(text) or _TAG.search(text) or _HASHES.search(text) or _PHRASE.search(text)
     return "" if marked else text[-4000:]
 
 
 def _loose(text: str) -> str:
-    """The answer of a text without box or tag: after the last "answer is", or else of the last sentence."""
+    """Return the answer of a text without box or tag: after the last "answer is", else from the last sentence."""
     text = _TAIL.sub("", re.sub(r"[^\S\n]+", " ", text[-4000:].strip())).strip()
     text = marks.undecorated(_AFFIRMED_QUESTION.sub("", text))
     if text[:1] in ("{", "`") and (answer := of_object(text)):
@@ -289,7 +290,7 @@ def _loose(text: str) -> str:
 
 
 def _after_phrase(text: str) -> str | None:
-    """Text after "answer is" in the last sentence that has it; after its first, if the sentence says it twice."""
+    """Return the text after "answer is" in the last sentence with it; after the first one if the sentence has two."""
     matches = list(_PHRASE.finditer(text))
     if not matches:
         return None
@@ -297,7 +298,7 @@ def _after_phrase(text: str) -> str | None:
     while first > 0 and not _SENTENCE_END.search(text, matches[first - 1].end(), matches[first].start()):
         first -= 1  # "the answer is 3 or the answer is 4" is one answer, and a wrong one
     if not _UNSURE.search(text[matches[first].end() : matches[last].start()]):
-        first = last  # "Final Answer: The final answer is 5" says it once
+        first = last  # in "Final Answer: The final answer is 5" the second repeats the first
     if supposed := _SUPPOSED.search(text[max(0, matches[first].start() - 40) : matches[first].start()]):
         return f"{supposed.group()}{text[matches[first].start() :]}"
     rest = _ADVERB.sub("", text[matches[first].end() :].lstrip())
@@ -306,7 +307,7 @@ def _after_phrase(text: str) -> str | None:
     stop = _SENTENCE_END.search(rest)
     if stop and _LETTERS.fullmatch(rest):  # "The answer is B. A C D"
         stop = None
-    asked = "?" if stop and stop.group() in "?？" else ""  # kept: a question is no answer
+    asked = "?" if stop and stop.group() in "?？" else ""  # kept: a question is not an answer
     answer = marks.undecorated(_REASON.sub("", rest[: stop.start()] if stop else rest)).strip().strip("*").strip()
     answer = marks.unbracketed(text[: matches[first].start()], answer) + asked
     if asked:
@@ -315,14 +316,14 @@ def _after_phrase(text: str) -> str | None:
 
 
 def _states(line: str, formula: str) -> bool:
-    """Return True if a line states its one formula."""
+    """Return True if a line states its only formula."""
     before, _, after = _INLINE.sub("\0", line).partition("\0")
     return not _UNSURE.search(f"{before} {after}") and stated(before, after, equation="=" in formula)
 
 
 def _of_sentence(line: str) -> str:
-    """A sentence's only formula or number, or what it says that something "is". Nothing is picked out of an "or" or
-    "not"."""
+    """Return a sentence's only formula or number, or the text after "is". A sentence with "or" or "not" is not
+    split."""
     line = marks.without_bold(marks.undecorated(line))
     line = _LEAD.sub("", line.strip().strip("*").strip()).rstrip(".。 ")
     formulas = [next(filter(None, match.groups())) for match in _INLINE.finditer(line)]
@@ -349,9 +350,9 @@ def _of_sentence(line: str) -> str:
 # ---------------------------------------------------------------- sentences
 
 MAX_LINE_READ = 300
-"""Characters of a line that is read as a conclusion."""
+"""Maximum characters of a line that is read as a conclusion."""
 MAX_ANSWER_LINE = 120
-"""Characters of an answer before its explanation."""
+"""Maximum characters of an answer before its explanation."""
 
 UNDECIDED = re.compile(
     r"\b(?:if|unless|whether|either|maybe|perhaps|possibly|probably|might|could|would|may|suppose|assum\w+|guess\w*|"
@@ -387,11 +388,11 @@ _COUNTERS = re.compile(
     r"|n['’]t\b|[=?？不没错非]|所以|因此|应",
     re.IGNORECASE,
 )
-"""Found in what follows a short answer where that may be no explanation of it."""
+"""Text after a short answer that shows it is no explanation of the answer."""
 
 
 def explained(text: str) -> tuple[str, str] | None:
-    """Split (answer, rest) an answer followed by its explanation."""
+    """Split an answer followed by its explanation into (answer, explanation); None for other texts."""
     if "\n" not in text and "【" not in text:
         return None
     if (headed := _HEADED.search(text)) and len(re.findall(r"答案[】\]]", text)) == 1:
@@ -401,7 +402,7 @@ def explained(text: str) -> tuple[str, str] | None:
 
 
 def text_before_explanation(text: str) -> str:
-    """``Paris`` of "Paris", a line break and "Explanation: …"; '' for another text, and for one that is taken back."""
+    """Return ``Paris`` of "Paris", a line break and "Explanation: …"; '' for other texts and for a retracted answer."""
     found = explained(text)
     if found is None or len(found[1]) > MAX_LINE_READ or _COUNTERS.search(found[1]) or UNDECIDED.search(found[0]):
         return ""
@@ -417,7 +418,7 @@ _BETWEEN_BOXES = re.compile(
 
 
 def boxes_in_a_row(response: str) -> list[str]:
-    """The last boxes of a response that stand in one list; [] for fewer than two. Boxes with "or" between them are one
+    """Return the last boxes of a response if they form one list; [] for fewer than two. Boxes joined by "or" are one
     text."""
     if response.count("\\boxed") + response.count("\\fbox") < 2:
         return []
@@ -436,7 +437,7 @@ def boxes_in_a_row(response: str) -> list[str]:
     return row
 
 
-# ---------------------------------------------------------------- an answer beside a refused one
+# ---------------------------------------------------------------- an answer next to a refused one
 
 _DOUBTED = re.compile(
     r"\b(?:not|or|if|either|neither|nor|maybe|perhaps|possibly|probably|might|could|may|whether|unless)\b|n['’]t\b|[?？]"
@@ -458,11 +459,11 @@ _QUALIFIES = re.compile(
     r"until|if|because|by|in|on|at|for|to|including|yet|all|every|any|but)\b|\w+ing\b|[仅只一全都很太单]|必|总",
     re.IGNORECASE,
 )
-"""Begins what "not" denies where that is no other answer: "not only London", "not counting the last"."""
+"""Text after "not" that names no other answer: "not only London", "not counting the last"."""
 
 
 def beside_refused(text: str) -> tuple[str, str] | None:
-    """("Paris", "London") of "Paris, not London" and of "not London but Paris"; None for anything else."""
+    """Return ("Paris", "London") for "Paris, not London" and "not London but Paris"; None for other texts."""
     text = re.sub(r"^(?:it|that|this)['’]s\s+", "", text.strip().rstrip(".!。 "), flags=re.IGNORECASE)
     if len(text) > MAX_LINE_READ:
         return None
@@ -492,14 +493,14 @@ _NAMING = re.compile(
 
 
 def named(text: str) -> str:
-    """``photosynthesis`` of "It is called photosynthesis."; '' where the last sentence names nothing."""
+    """Return ``photosynthesis`` of "It is called photosynthesis."; '' if the last sentence names nothing."""
     line = re.split(r"(?<=[.!?])\s+(?=[A-Z])|(?<=[。！？])", text.rstrip(" .。!").rsplit("\n", 1)[-1])[-1].strip()
     match = _NAMING.fullmatch(line) if len(line) <= MAX_LINE_READ else None
     said = (match["en"] or match["we"] or match["its"] or match["han"]).strip() if match else ""
     return "" if _DOUBTED.search(line) else said
 
 
-# ---------------------------------------------------------------- numbers that are no answers
+# ---------------------------------------------------------------- numbers that are not answers
 
 _OF_THE_WAY = re.compile(
     r"\b(?:steps?|stages?|parts?|things?|methods?|approach(?:es)?|ways?|points?|facts?|ideas?|hints?)\s+(?:(?:are\s+)?(?:needed|"
@@ -512,8 +513,7 @@ _OF_THE_WAY = re.compile(
 
 
 def counts_the_way(text: str) -> bool:
-    """Return True if the last line speaks of the solution rather than of its result: "There are 3 steps to solve
-    this."."""
+    """Return True if the last line is about the solution, not its result: "There are 3 steps to solve this"."""
     return bool(_OF_THE_WAY.search(text.rstrip().rsplit("\n", 1)[-1][:MAX_LINE_READ]))
 
 
@@ -524,14 +524,14 @@ _ASKS_ROUGHLY = re.compile(
 
 
 def only_rough(gold: str, pred: str, question: str) -> bool:
-    """Return True if a prediction is ``≈3`` where the ground truth is exact and the question asks for no rounding."""
+    """Return True if a prediction is ``≈3``, the ground truth is exact, and the question does not ask for rounding."""
     return (
         bool(_ROUGH.match(pred)) and not re.search(r"[.≈~～≒约]|\\approx", gold) and not _ASKS_ROUGHLY.search(question)
     )
 
 
 def without_rough(pred: str, question: str) -> str:
-    """Return a prediction without its sign ``≈`` where the question asks for rounding."""
+    """Remove the sign ``≈`` from a prediction if the question asks for rounding."""
     if _ROUGH.match(pred) and _ASKS_ROUGHLY.search(question):
         return re.sub(r"≈|\\approx|≒|~|～", "", pred, count=1)
     return pred
@@ -539,12 +539,11 @@ def without_rough(pred: str, question: str) -> str:
 
 _FENCED = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
 _KEYS_BESIDE = {"reason", "reasoning", "explanation", "rationale", "thought", "thoughts", "thinking"}
-"""Names that a JSON object may have beside ``answer``."""
+"""Names that a JSON object may have in addition to ``answer``."""
 
 
 def of_object(text: str) -> str:
-    """The answer of a text that is a JSON object with an ``answer``, a text or a number, perhaps fenced; '' for any
-    other text."""
+    """Return the ``answer`` (text or number) of a text that is a JSON object, perhaps fenced; '' for other texts."""
     text = text.strip()
     fenced = _FENCED.fullmatch(text)
     try:

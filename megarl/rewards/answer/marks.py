@@ -30,12 +30,12 @@ HEADING = re.compile(
     rf"[\s*]*(?:\d+[.)]\s*)?(?:{'|'.join(_HEADINGS.split())})\b(?:\s+(?:\d+|answer|result|[A-Z]))?[\s*]*(?:[:：].*|$)",
     re.IGNORECASE,
 )
-"""Text of a ``####`` line that heads a section, and is no answer."""
+"""Text of a ``####`` line that is a section heading, not an answer."""
 _BOLD_WORDS = re.compile(r"(?<![\w)*])\*\*(?=[^\s*])([^*\n]*[^\s*])\*\*(?![\w(*])")
 
 
 def undecorated(text: str) -> str:
-    """A text without check marks, pictures and ends of a proof behind it. Of several checks none goes: they may be
+    """Remove check marks, pictures and proof ends from the end of a text. Several check marks are kept: they may be
     answers."""
     if not text or text[-1] in "0123456789}abcdefghijklmnopqrstuvwxyz" and not text.endswith(_ENDINGS):
         return text
@@ -49,7 +49,7 @@ _ENDINGS = ("square", "qed", "qedsymbol", "checkmark")
 
 
 def unled(text: str) -> str:
-    """A text without check marks and pictures before it."""
+    """Remove check marks and pictures from the start of a text."""
     return _LEADING.sub("", text) if text and text[0] > "\u2000" and not re.search(CHECKS, text[1:]) else text
 
 
@@ -58,7 +58,7 @@ _CLOSED = re.compile(r"\[/ANSWER\]|</final(?:_answer)?>", re.IGNORECASE)
 
 
 def with_answer_tags(text: str) -> str:
-    """A text with ``[ANSWER]…[/ANSWER]`` and ``<final>…</final>`` as ``<answer>…</answer>``."""
+    """Rewrite ``[ANSWER]…[/ANSWER]`` and ``<final>…</final>`` as ``<answer>…</answer>``."""
     if "/" not in text or not _CLOSED.search(text):
         return text
     return _TAGS.sub(lambda tag: f"<{tag[1] or tag[2] or ''}answer>", text)
@@ -68,7 +68,7 @@ _ALIGNED = re.compile(r"\s*\\begin\{(aligned|gathered|split)\}(.*)\\end\{\1\}\s*
 
 
 def unaligned(text: str) -> str:
-    """A text without an environment of formulas around its only line."""
+    """Remove an environment of formulas around a text's only line."""
     found = _ALIGNED.fullmatch(text) if r"\begin" in text else None
     return found[2].replace("&", "").strip() if found and r"\\" not in found[2] else text
 
@@ -77,7 +77,7 @@ _QUOTED = re.compile(r"""\s*(?:"([^"]+)"|'([^']+)'|“([^“”]+)”|‘([^‘�
 
 
 def unquoted(text: str) -> str:
-    """A text without the quotation marks around all of it, and ``['73']`` without its brackets."""
+    """Remove quotation marks around a whole text, and the brackets of ``['73']``."""
     if text[:2] in ("['", '["') and text.endswith(("']", '"]')):
         text = text[1:-1]
     quoted = _QUOTED.fullmatch(text) if text and text[0] in "\"'“‘「`" else None
@@ -85,7 +85,7 @@ def unquoted(text: str) -> str:
 
 
 def asks(text: str) -> bool:
-    """Return True if a text ends as a question, which is no answer: ``73?``."""
+    """Return True if a text ends as a question, which is not an answer: ``73?``."""
     return text.rstrip(" $*_\"'”’)]】}.\\").endswith(("?", "？"))
 
 
@@ -94,7 +94,7 @@ _CLOSING = {"[": "]", "(": ")", "【": "】", "「": "」"}
 
 
 def unbracketed(before: str, answer: str) -> str:
-    """``73`` of "[Answer: 73]", where ``before`` ends with the bracket that ``answer`` closes."""
+    """Return ``73`` for "[Answer: 73]", if ``before`` ends with the bracket that ``answer`` closes."""
     opened = _OPENED.search(before[-40:])
     head, closing, rest = answer.rpartition(_CLOSING[opened[1]]) if opened else ("", "", "")
     return head.strip() if closing and not rest.strip(" .。*_") else answer
@@ -117,7 +117,7 @@ _COLUMN = re.compile(
 
 
 def without_tables(text: str) -> str:
-    """A text with each table row ``| Answer | 73 |`` as the line ``Answer: 73``; the head of a table stays."""
+    """Rewrite each table row ``| Answer | 73 |`` as the line ``Answer: 73``; a table's head stays."""
     return _ROW.sub(r"Answer: \1", _COLUMN.sub(r"Answer: \1", text))
 
 
@@ -125,7 +125,7 @@ _HTML = re.compile(r"</?(?:b|strong|i|em|u|p|span|div|h[1-6])>", re.IGNORECASE)
 
 
 def without_html(text: str) -> str:
-    """A text without plain tags of HTML, where one is closed: ``a<b>c`` stays."""
+    """Remove plain HTML tags if one is closed: ``a<b>c`` is unchanged."""
     return _HTML.sub("", text) if "</" in text else text
 
 

@@ -1,4 +1,4 @@
-"""Quantities in other units of the same dimension: 5 cm is 50 mm, 90 min is 1 h 30 min. Exact; nothing is rounded."""
+"""Convert quantities between units of one dimension: 5 cm is 50 mm, 90 min is 1 h 30 min. Exact, without rounding."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _BASE: dict[str, tuple[str, int, Fraction]] = {
     "l": ("length", 3, Fraction(1, 1000)),
     "ha": ("length", 2, Fraction(10**4)),
 }
-"""Symbol -> (dimension, its power, factor)."""
+"""Symbol -> (dimension, its power, factor to the base unit)."""
 for _line in _TABLE.strip().splitlines():
     _dimension, _, _rest = _line.partition(": ")
     _pairs = _rest.split()
@@ -43,7 +43,7 @@ _SEGMENT = re.compile(r"(\d[\d,]*(?:\.\d+)?)\s*([^\d,;]+?)(?:\s*(?:,|\band\b|零
 
 
 _JOINED = re.compile(r"(?<=\d)([mgLlhstNJWVA])(?=\b|\^)")
-"""``5m``, which is a product elsewhere."""
+"""``5m``; outside measures this is a product."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +52,11 @@ class Measure:
     """Value in the dimension's base unit."""
     dimension: str
     unit: str
-    """Unit as it was written; several, joined by +, in "1 h 30 min"."""
+    """Unit as written; several units are joined by +, for example of "1 h 30 min"."""
 
 
 def _factor(symbol: str) -> tuple[Fraction, str] | None:
-    """(factor, dimension) of ``cm^2`` or ``km/h``; None for a unit that cannot be converted."""
+    """Return (factor, dimension) of ``cm^2`` or ``km/h``; None for a unit that cannot be converted."""
     factor, dimensions = Fraction(1), []
     for index, part in enumerate(symbol.split("/")):
         match = _PIECE.fullmatch(part)
@@ -70,13 +70,13 @@ def _factor(symbol: str) -> tuple[Fraction, str] | None:
 
 
 def ratio(unit: str, other: str) -> Fraction | None:
-    """Return the number of ``unit`` in one ``other``; None for units that are not of one dimension."""
+    """Return the number of ``unit`` in one ``other``; None if the units have different dimensions."""
     first, second = _factor(unit), _factor(other)
     return second[0] / first[0] if first and second and first[1] == second[1] else None
 
 
 def read(text: str, money: bool = False) -> Measure | None:
-    """A number with a unit that can be converted, or several ("1 h 30 min"). ``money``: 分 is a hundredth of 元, not a
+    """Read a number with a convertible unit, or several ("1 h 30 min"). ``money``: 分 is a hundredth of 元, not a
     minute."""
     cleaned = _JOINED.sub(r" \1", clean(text))
     cleaned = re.sub(r"(?<=\d) ?(A|t)$", lambda unit: " amp" if unit[1] == "A" else " ton", cleaned)
@@ -97,7 +97,7 @@ def _one(text: str, money: bool) -> Measure | None:
 
 
 def _several(text: str, money: bool) -> Measure | None:
-    """``1 h 30 min``: units of one dimension that become smaller, each below one of the last."""
+    """Read ``1 h 30 min``: ever smaller units of one dimension, each part below one of the unit before it."""
     at = 0
     parts: list[Measure] = []
     for match in _SEGMENT.finditer(text):
@@ -118,10 +118,10 @@ def _unit_value(measure: Measure) -> Fraction:
 
 
 def same(gold: str, pred: str, convert: bool) -> bool | None:
-    """Return True if two measures are equal; None where either is none, or values in the same unit differ, which is for
-    others to compare.
+    """Return True if two measures are equal; None if either is no measure, or the units are equal but the values differ
+    (other comparisons then decide).
 
-    ``convert``: whether the question leaves the unit open.
+    ``convert``: the question accepts any unit.
     """
     first = read(gold)
     second = None if first is None else read(pred, first.dimension == "yuan1")
@@ -152,6 +152,6 @@ _ASKED = re.compile(
 
 
 def asks_for_unit(question: str) -> bool:
-    """Return True if a question wants its answer in a unit that it names: ``in cm``, "how many minutes", 多少厘米,
-    ``5 m = ____ cm``."""
+    """Return True if a question names the unit of its answer: ``in cm``, "how many minutes", 多少厘米, ``5 m = ____
+    cm``."""
     return bool(_ASKED.search(question[-2000:]))

@@ -1,6 +1,6 @@
-"""Answers as plain text: full-width signs, LaTeX's ways of writing the same, and numbers with their units.
+"""Normalize answers as plain text: full-width signs, LaTeX notation, and numbers with their units.
 
-All of it is string work in linear time; nothing here evaluates an expression.
+String operations in linear time, without evaluating expressions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from fractions import Fraction
 from megarl.rewards.answer import units
 
 MAX_DIGITS = 2000
-"""Most digits, and largest power of ten, of numbers that are compared by value; others are compared as text."""
+"""Maximum digits, and largest power of ten, of numbers compared by value; others are compared as text."""
 MIN_ROUNDED_DIGITS = 6
-"""A decimal equals an exact value that it rounds if it has this many significant digits (math-verify's places)."""
+"""Minimum significant digits for a decimal to equal an exact value that it rounds (math-verify's places)."""
 
 _REMEMBERED = 300
-"""Most characters of texts with a cached cleaned form: one verdict cleans the same few texts several times."""
+"""Maximum characters of texts with a cached cleaned form: one verdict cleans the same few texts several times."""
 
 _WIDE = {code: code - 0xFEE0 for code in range(0xFF01, 0xFF5F)}
 _SIGNS: dict[int, str] = {
@@ -159,10 +159,11 @@ _REPLACEMENTS = [
 ]
 
 _VALUES = re.compile(r"[=<>]|\\(?:leq|geq|neq|in|approx|pm|mp)(?![a-zA-Z])|(?<![\^_\d])(?<![\^_]\{)\d")
-"""Signs of what \\lor and \\land list: equations, inequalities, numbers. Without any they join statements."""
+"""Signs of statements in a list joined by \\lor and \\land: equations, inequalities, numbers. Without them the formula
+is logic."""
 _COLOUR = re.compile(r"\\(?:color|textcolor|colorbox)\s*(?:\[\w+\]\s*)?\{[\w!. -]*\}")
 _OVER = re.compile(r"(?P<name>.*=)?(?P<sign>\s*-)?(?P<top>.+?)\\over(?![a-zA-Z])(?P<bottom>.+)", re.DOTALL)
-"""``1 \\over 4`` that no braces enclose."""
+"""``1 \\over 4`` without braces around it."""
 _NAMELESS_UNIT = re.compile(
     r"(?<=[\d)}\]!])(\s?[a-z]|\\pi|\\infty)?\s*(?:\s(?:(?:square|sq\.?|cubic|cu\.?)\s+)?units?"
     r"(?:\s*\^\s*\{?[23]\}?|\s+(?:squared|cubed))?|\s?(?:平方|立方|个)?单位)$"
@@ -172,12 +173,12 @@ _ANGLE = re.compile(r"\\angle\s*([A-Z])\s*([A-Z])\s*([A-Z])(?![A-Za-z'_])")
 
 
 def half_width(text: str) -> str:
-    """Full-width letters, digits and punctuation, dashes and quotation marks as their ASCII twins."""
+    """Replace full-width letters, digits and punctuation, dashes and quotation marks by ASCII."""
     return text if text.isascii() else text.translate(_WIDE).translate(_SIGNS)
 
 
 def clean(text: str) -> str:
-    """An answer's LaTeX in one way of writing: no delimiters, no spacing, words without ``\\text``, no final stop."""
+    """Normalize an answer's LaTeX: no delimiters, no spacing, words without ``\\text``, no final full stop."""
     return _clean_short(text) if len(text) <= _REMEMBERED else _clean(text)
 
 
@@ -196,7 +197,7 @@ def _clean(text: str) -> str:
         text = half_width(text).translate(_MATH_SIGNS)
     text = re.sub(r"\s+", " ", text).strip().strip("`").strip()
     text = re.sub(r"^\*\*(.*)\*\*$", r"\1", text, flags=re.DOTALL)
-    if r"\\" in text and r"\begin" not in text:  # written with JSON's escapes
+    if r"\\" in text and r"\begin" not in text:  # written with JSON escapes
         text = re.sub(r"\\\\(?=[a-zA-Z(){}\[\]|])", r"\\", text)
     text = re.sub(r"(?<!\\)\\[()\[\]]", " ", text)
     if len(re.findall(r"(?<!\\)\$", text)) % 2 == 0:  # an odd one is money
@@ -210,7 +211,7 @@ def _clean(text: str) -> str:
     for pattern, to in _REPLACEMENTS:
         text = pattern.sub(to, text)
     text = _ANGLE.sub(_angle, text)
-    if _VALUES.search(text):  # "x=1 \lor x=2" are solutions, "p \lor q" is a formula of logic
+    if _VALUES.search(text):  # "x=1 \lor x=2" lists solutions, "p \lor q" is logic
         text = re.sub(r"\s*\\lor(?![a-zA-Z])\s*", " or ", text)
         text = re.sub(r"\s*\\land(?![a-zA-Z])\s*", " and ", text)
     text = text.strip().rstrip(".,;: ").strip()
@@ -225,13 +226,13 @@ def _clean(text: str) -> str:
 
 
 def _angle(match: re.Match[str]) -> str:
-    """``\\angle B_{AC}`` for ABC and CBA, which algebra would take for a product, the same as that of ACB."""
+    """Return ``\\angle B_{AC}`` for ABC and CBA. Algebra would read them as products, equal to the product ACB."""
     first, vertex, last = match.groups()
     return rf"\angle {vertex}_{{{min(first, last)}{max(first, last)}}}"
 
 
 def _balanced(*texts: str) -> bool:
-    """Return True if each text closes its braces, and holds no further ``\\over``."""
+    """Return True if each text closes its braces and has no further ``\\over``."""
     return all(text.count("{") == text.count("}") and r"\over " not in f"{text} " for text in texts)
 
 
@@ -245,12 +246,12 @@ def _one_group(text: str) -> bool:
 
 
 def squash(text: str) -> str:
-    """Normalize for comparison as text: no white space but between digits, no braces around one sign."""
+    """Normalize for comparison as text: white space only between digits, no braces around a single sign."""
     return re.sub(r"\{(\w)\}", r"\1", re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text))
 
 
 def words(text: str) -> str:
-    """Normalize for comparison of words: small letters, no articles, quotation marks, brackets or stops, single
+    """Normalize for comparison of words: lower case, no articles, quotation marks, brackets or full stops, single
     spaces."""
     text = re.sub(r"[\"'`*_.,;:!?(){}\[\]$\\]|\b(?:the|an|a)\b(?=\s+\w)", " ", half_width(text).casefold())
     return " ".join(re.sub(r"(?<=\w)-(?=\w)", " ", text).split())
@@ -258,7 +259,7 @@ def words(text: str) -> str:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number that is written out, with what stands around it."""
+    """A written number with its unit and form."""
 
     value: Fraction
     places: int | None = None
@@ -267,7 +268,7 @@ class Quantity:
     """Significant digits of a decimal."""
     percent: bool = False
     unit: str = ""
-    """A known unit's symbol, '' for none or an unknown noun."""
+    """Symbol of a known unit, '' for none or an unknown noun."""
     written: str = ""
     """``a:b`` for ratios."""
 
@@ -291,7 +292,7 @@ _CHINESE_SCALES = {"百": 100, "千": 10**3, "万": 10**4, "亿": 10**8}
 
 @functools.lru_cache(maxsize=256)
 def quantity(text: str) -> Quantity | None:
-    """The number that a cleaned text is, with at most a unit after it; None for everything else."""
+    """Parse a cleaned text that is a number with at most a unit after it; None for other texts."""
     match = _NUMBER.match(text) if len(text) <= 2 * MAX_DIGITS else None
     if match is None:
         return None
@@ -316,7 +317,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def _value(got: dict[str, str | None]) -> tuple[Fraction | None, int | None, int]:
-    """(value without sign, decimal places or None, significant digits) of a match of ``_NUMBER``."""
+    """Return (value without sign, decimal places or None, significant digits) of a match of ``_NUMBER``."""
     if got["ratio"]:
         first, second = got["ratio"].split(":")
         return (Fraction(int(first), int(second)) if _small(first, second) and int(second) else None), None, 0
@@ -326,7 +327,7 @@ def _value(got: dict[str, str | None]) -> tuple[Fraction | None, int | None, int
         if not _small(top, bottom, whole) or not int(_plain(bottom)):
             return None, None, 0
         if (got["whole"] or got["whole2"]) and int(_plain(top)) >= int(_plain(bottom)):
-            return None, None, 0  # 17 23/1 is the sum of 17 and 23, no mixed number
+            return None, None, 0  # 17 23/1 is the sum of 17 and 23, not a mixed number
         value = Fraction(int(_plain(top)), int(_plain(bottom)))
         return (
             (-value if got["fsign"] != got["bsign"] and (got["fsign"] or got["bsign"]) else value) + int(_plain(whole)),
@@ -357,14 +358,14 @@ def _small(*numbers: str) -> bool:
 
 
 def rounds_to(decimal: Quantity, value: Fraction) -> bool:
-    """Return True if ``decimal`` is ``value`` written with all its places and enough of them."""
+    """Return True if ``decimal`` is ``value`` rounded to its last place, with enough digits."""
     if decimal.places is None or decimal.digits < MIN_ROUNDED_DIGITS:
         return False
     return abs(decimal.value - value) * 2 * 10**decimal.places <= 1
 
 
 def same_quantity(gold: Quantity, pred: Quantity) -> bool:
-    """Return True for equal values and no different unit. A missing unit or percent sign is allowed, a wrong one is
+    """Return True for equal values and compatible units: a missing unit or percent sign is allowed, a wrong one is
     not."""
     if (
         (gold.unit and pred.unit and gold.unit != pred.unit)
@@ -380,7 +381,7 @@ def same_quantity(gold: Quantity, pred: Quantity) -> bool:
     if gold.percent != pred.percent:
         exact = gold.value / 100 if gold.percent else gold.value
         shown = gold.value if gold.percent else gold.value * 100
-        # what a question in per cent means is the number before the sign, unless that may be a share itself
+        # a per cent question means the number before the sign, unless that number may be a share
         values = [exact if pred.percent is False else shown] + ([gold.value] if abs(gold.value) > 1 else [])
     return any(_same_value(value, gold, pred) for value in values)
 

@@ -1,4 +1,4 @@
-"""Numerals in words, English and Chinese: a dozen, three quarters, one and a half, 二又二分之一, 百分之二十五."""
+"""Numerals in English and Chinese words: a dozen, three quarters, one and a half, 二又二分之一, 百分之二十五."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _COUNTS = {
     "a trio of": 3,
     "a trio": 3,
 }
-"""Counts, after which the things counted may follow: ``a dozen eggs``."""
+"""Counts that a noun may follow: ``a dozen eggs``."""
 _ALONE = {
     "single": Fraction(1),
     "half": Fraction(1, 2),
@@ -78,7 +78,7 @@ _FORMAL = str.maketrans("壹贰叁肆伍陆柒捌玖拾佰仟", "一二三四五
 _SIGNS = "零〇一二两三四五六七八九十百千万亿"
 _NUMERAL = f"[{_SIGNS}]+"
 _TOO_LONG = re.compile(rf"[{_SIGNS}]{{41}}")
-"""Implausible numerals, whose value could have thousands of digits."""
+"""Numerals too long to be plausible; their values could have thousands of digits."""
 _HAN = re.compile(
     rf"(?P<sign>负)?(?:(?P<share>百分之|千分之)(?P<shared>{_NUMERAL}|\d+(?:\.\d+)?)"
     rf"|(?:(?P<mixed>{_NUMERAL}|\d+)又)?(?P<low>{_NUMERAL}|\d+)分之(?P<high>{_NUMERAL}|\d+)"
@@ -94,12 +94,12 @@ _HAN_DOZEN = re.compile(f"({_NUMERAL})打(?=$|[一-鿿]{{1,3}}$)")
 
 @functools.cache
 def _english_pattern() -> re.Pattern[str]:
-    """Compile it at its first use: it takes a tenth of a reward worker's start."""
+    """Compile the pattern at its first use: compiling takes a tenth of a reward worker's start."""
     return re.compile(_ENGLISH)
 
 
 def with_digits(text: str) -> str:
-    """A numeral in Chinese or English words, with at most a short unit after it, in digits; other texts unchanged."""
+    """Replace a numeral in words, with at most a short unit after it, by digits; return other texts unchanged."""
     cleaned = clean(text)
     if (alone := _ALONE.get(cleaned.lower())) is not None:
         return str(alone)
@@ -136,7 +136,7 @@ def _english_value(match: re.Match[str]) -> Fraction | None:
 
 
 def _share(top: str, name: str) -> Fraction | None:
-    """``two thirds``, ``a third``; None for the ordinal ``twenty third``."""
+    """Return the value of ``two thirds`` or ``a third``; None for the ordinal ``twenty third``."""
     value = _sum(top)
     single = value == 1
     plural = name.endswith("s")

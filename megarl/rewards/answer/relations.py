@@ -1,4 +1,4 @@
-"""Relation signs in words, English and Chinese: ``is greater than``, 大于, ``平行``; comparisons turned round."""
+"""Read relation signs in English and Chinese words: ``is greater than``, 大于, ``平行``; also reversed comparisons."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _FORMULA = re.compile(r"[^一-鿿]*")
 
 @functools.lru_cache(maxsize=64)
 def _signed(text: str) -> str:
-    """Replace words by signs; nothing else is changed but spaces. Cached: a comparison reads each text twice."""
+    """Replace words by signs; apart from spaces nothing else changes. Cached: a comparison reads each text twice."""
     text = _DRESS.sub(" ", half_width(text)).strip().rstrip(".").strip()
     for pattern, sign in _WRITTEN:
         text = pattern.sub(sign, text)
@@ -67,7 +67,7 @@ def in_words(text: str) -> bool:
 
 
 def formula(text: str) -> str:
-    """``x\\leq 5`` of "x is at most 5"; a text that still has words is left as it is."""
+    """Return ``x\\leq 5`` for "x is at most 5"; a text with remaining words is unchanged."""
     signed = _signed(text)
     if not in_words(text) or len(signed) < 2 or re.search(r"[一-鿿]|(?<!\\)\b[a-zA-Z]{4,}", signed):
         return text
@@ -75,8 +75,8 @@ def formula(text: str) -> str:
 
 
 def compare(gold: str, pred: str, same: Callable[[str, str], bool]) -> bool | None:
-    """Return True if ``pred`` is the sign or the comparison ``gold``, turned round or in words; None where neither has
-    words or only a sign."""
+    """Return True if ``pred`` is the sign or comparison ``gold``, perhaps reversed or in words. None if either is no
+    comparison of two plain sides, or the sides differ (False for ∥ and ⊥)."""
     if len(gold) > 80 or len(pred) > 160:
         return None
     ours = _signed(gold)
@@ -96,5 +96,5 @@ def compare(gold: str, pred: str, same: Callable[[str, str], bool]) -> bool | No
 
 
 def _plain(part: str) -> bool:
-    """A name, number or formula rather than words."""
+    """Return True for a name, number or formula, False for words."""
     return bool(part) and not re.search(r"[一-鿿]|(?<!\\)\b[a-zA-Z]{4,}|\b(?:not|or)\b", part)

@@ -1,4 +1,5 @@
-"""Orders and selections: ``③①④②`` as ``3142``, ``B→A→C`` as ``BAC``, ``a>b>c`` as ``c<b<a``, ``①③`` in any order."""
+"""Compare orders and selections: ``③①④②`` as ``3142``, ``B→A→C`` as ``BAC``, ``a>b>c`` as ``c<b<a``, ``①③`` in any
+order."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Callable, Sequence
 from megarl.rewards.answer.normalize import half_width
 
 _RUNS = ((0x2460, 20), (0x2474, 20), (0x2776, 10), (0x24F5, 10))
-"""First sign and length of each run of numbers in one sign: ① ⑴ ❶ ⓵."""
+"""First sign and length of each series of number signs: ① ⑴ ❶ ⓵."""
 _CIRCLED = {chr(first + k): k + 1 for first, length in _RUNS for k in range(length)} | {
     "➀": 1,
     "➁": 2,
@@ -51,13 +52,13 @@ def _bare(text: str) -> str:
 
 
 def _forward(text: str) -> str:
-    """``B→A→C`` of ``C←A←B``; a text with arrows in both directions stays unchanged."""
+    """Return ``B→A→C`` for ``C←A←B``; a text with arrows in both directions is unchanged."""
     items = _TURNED_ARROW.split(text)
     return text if len(items) < 2 or re.search(_ARROW, text) else "→".join(reversed(items))
 
 
 def circled(text: str) -> list[int] | None:
-    """The numbers of a text that consists of circled (or bracketed) ones: a gold ``②`` or ``①→③→②``."""
+    """Return the numbers of a text that has only circled (or bracketed) numbers: a gold ``②`` or ``①→③→②``."""
     text = _NOISE.sub("", _NOISE.sub("", _bare(text)))
     if not re.search(_SIGN, text) or re.search(r"\d", text) or not _NUMBERS.fullmatch(text):
         return None
@@ -65,7 +66,7 @@ def circled(text: str) -> list[int] | None:
 
 
 def numbers(text: str) -> list[int] | None:
-    """Numbers of a prediction, circled, bracketed or in digits; None for a text that says more."""
+    """Return a prediction's numbers, circled, bracketed or in digits; None if it has other text."""
     text = _NOISE.sub("", _NOISE.sub("", _bare(text)))
     if not _NUMBERS.fullmatch(text):
         return None
@@ -78,7 +79,7 @@ def circled_in(text: str) -> list[int]:
 
 
 def label(name: str) -> int | None:
-    """The number of an option that is called ``②`` or ``2``."""
+    """Return the number of an option named ``②`` or ``2``."""
     found = numbers(name)
     return found[0] if found and len(found) == 1 else None
 
@@ -90,8 +91,7 @@ def same_selection(gold: Sequence[int], pred: str) -> bool:
 
 
 def compare(gold: str, pred: str, same: Same) -> bool | None:
-    """Return True if ``pred`` is the order or selection ``gold``; None for a gold that is neither. ``same`` compares
-    items."""
+    """Return True if ``pred`` is the order or selection ``gold``; None if gold is neither. ``same`` compares items."""
     gold, pred = _forward(gold.strip(" $")), _forward(pred.strip(" $"))
     if not re.search(rf"{_ARROW}|{_SIGN}|[<>＜＞≤≥]|\\[lg][et]|[A-JＡ-Ｊ]\W*[A-JＡ-Ｊ]|\d\D{{0,3}}\d", gold):
         return None
@@ -107,13 +107,13 @@ def _of_circled(gold: str, pred: str, same: Same) -> bool | None:
     if wanted is None:
         return None
     selection = not _ARROWS.search(gold) and wanted == sorted(wanted)
-    if selection and (len(wanted) < 3 or wanted != list(range(1, len(wanted) + 1))):  # ①②③ may well be an order
+    if selection and (len(wanted) < 3 or wanted != list(range(1, len(wanted) + 1))):  # ①②③ may be an order
         return same_selection(wanted, pred)
     return _in_order(wanted, pred)
 
 
 def _of_digits(gold: str, pred: str, same: Same) -> bool | None:
-    """``3142`` or ``3, 1, 4, 2``: every number once, and not in order, or with arrows."""
+    """Compare ``3142`` or ``3, 1, 4, 2``: every number once, and either not ascending or with arrows."""
     digits = [int(digit) for digit in gold] if re.fullmatch(r"\d{3,9}", gold) else numbers(gold)
     arrows = bool(_ARROWS.search(gold))
     if digits is None or len(digits) < (2 if arrows else 3) or sorted(digits) != list(range(1, len(digits) + 1)):
@@ -154,7 +154,7 @@ def _words_out(text: str) -> str:
 
 
 def _of_chain(gold: str, pred: str, same: Same) -> bool | None:
-    """Two or more < or >, of names or of constants; ``1<x<2`` is an interval and not for here."""
+    """Compare two or more < or > between names or constants; ``1<x<2`` is an interval and not compared here."""
     items, signs = _chain(gold)
     constants = [not re.search(r"[A-Za-z一-鿿]", re.sub(r"\\[a-z]+", "", item)) for item in items]
     if len(items) < 3 or len({sign in "<≤" for sign in signs}) > 1 or (any(constants) and not all(constants)):

@@ -1,7 +1,7 @@
-"""Sentences that state the one number or formula in them as it is: "she has 12 left" does, "half of 12" does not.
+"""Recognize sentences that state their only number or formula: "she has 12 left" does, "half of 12" does not.
 
-A whitelist: before it stands a carrier phrase ("there are", ``x =``, 一共有), after it a unit, what is counted, or
-nothing. Besides, the whole sentence has no negation or doubt, and no operation after the number.
+A whitelist: before the number is a carrier phrase ("there are", ``x =``, 一共有), after it a unit, a counted noun or
+nothing. The sentence must have no negation or doubt, and no operation after the number.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _DENIED = re.compile(
     r"超[过出]|以外|如果|怀疑|相反|零下|答案的|^\s*(?:is|was|are|were|do|does|did)\s+(?:it|this|that|there)\b",
     re.IGNORECASE,
 )
-"""``\\0`` stands where the number stood."""
+"""The number is replaced by ``\\0``."""
 _CHANGED = re.compile(
     r"^\s*[*/^×÷+²³]|\b(?:squared|cubed|doubled|halved|tripled|"
     r"negated|factorials?|thousands?|millions?|billions?|trillions?|"
@@ -150,8 +150,8 @@ _CLAUSE = re.compile(r"[,;，；:：(（。!！—]")
 
 
 def stated(before: str, after: str, equation: bool = False) -> bool:
-    """Return True if a sentence states what stands between ``before`` and ``after`` unchanged; an equation needs no
-    carrier."""
+    """Return True if a sentence states the text between ``before`` and ``after`` unchanged. An equation needs no
+    carrier phrase."""
     if _DENIED.search(f"{before}\0{after}") or _CHANGED.search(after):
         return False
     carried = equation or (bool(_CARRIER.search(before.lower())) and not _SIGNED.search(before))
@@ -161,8 +161,8 @@ def stated(before: str, after: str, equation: bool = False) -> bool:
 
 
 def _counted(text: str) -> bool:
-    """Return True if the words after a number are a unit, what is counted or where: ``apples in the box``, 个苹果,
-    "is the answer"."""
+    """Return True if the words after a number are a unit, a counted noun or a place: ``apples in the box``, 个苹果, "is
+    the answer"."""
     if re.match("[一-鿿]", text):
         return not _HAN_BEHIND.search(text[:4])
     nouns: list[str] = []

@@ -1,6 +1,6 @@
-"""Steps of a verdict, recorded on request: which form of an answer was read, and which comparison decided.
+"""Steps of a verdict, recorded on request: the form in which an answer was read, and the deciding comparison.
 
-A verifier records them with ``step``; without ``recorded`` nothing is kept.
+A verifier records steps with ``step``; outside ``recorded`` no step is kept.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 MAX_STEPS = 200
-"""Most recorded steps of one verdict."""
+"""Maximum recorded steps of one verdict."""
 MAX_TEXT = 200
-"""Characters of the ground truth in a step; the whole text has at most twice as many."""
+"""Maximum characters of the ground truth in a step; the whole text has at most twice as many."""
 
 
 class Step(NamedTuple):
     """One step of a verdict.
 
-    ``kind`` is ``asked`` (``text`` is the kind of answer that the row asks for), ``read`` (``rule`` is the form that
-    gave ``text``) or ``compared`` (``rule`` is the comparison).
+    ``kind`` is ``asked`` (``text``: the requested kind of answer), ``read`` (``rule``: the form that gave ``text``) or
+    ``compared`` (``rule``: the comparison).
     """
 
     kind: str

@@ -1,4 +1,4 @@
-"""Names of units, English and Chinese, and words after a number that do not change it."""
+"""Names of units in English and Chinese, and words after a number that do not change it."""
 
 from __future__ import annotations
 
@@ -110,26 +110,25 @@ _CHINESE_STOP = re.compile(
 _LAST_STOP = re.compile(
     r"\b(?:wrong|false|incorrect|remainders?|reciprocal|inverse|negative|choose|power)\W*$", re.IGNORECASE
 )
-"""A judgement or an operation at the end; ``5 wrong answers`` counts answers."""
+"""Judgements and operations at the end; ``5 wrong answers`` counts answers."""
 _WORD = re.compile(r"\\?[A-Za-zΩ$€£¥₹¢]+(?:\.[a-z]\.?)?|[一-鿿]+")
 
 
 def stops(word: str) -> bool:
-    """Return True if a word after a number changes it or joins it to something else, so that it is no unit and no
-    noun."""
+    """Return True if a word after a number changes it or joins it to something else: it is neither unit nor noun."""
     return word.lower() in _STOP
 
 
 def opens(word: str) -> bool:
-    """Return True for ``square`` and ``cubic``, which need a unit after them."""
+    """Return True for ``square`` and ``cubic``, which must precede a unit."""
     return word in _SQUARE
 
 
 def unit_of(text: str) -> str | None:
-    """The symbol of the unit that follows a number: ``cm``, ``m/s``, ``cm^2``, ``_8`` for a base.
+    """Return the symbol of the unit after a number: ``cm``, ``m/s``, ``cm^2``, ``_8`` for a base.
 
-    '' when nothing or only harmless nouns ("5 apples", "5个") follow, None when the text does more than that:
-    "5 or 6", "5x", "5 times as many".
+    '' if harmless nouns ("5 apples", "5个") or nothing follow; None if other text follows: "5 or 6", "5x", "5 times as
+    many".
     """
     if not text.strip():
         return ""
@@ -180,7 +179,7 @@ def unit_of(text: str) -> str | None:
 
 
 def _separate(text: str) -> bool:
-    """A single Latin letter right after the number is a variable, not a unit."""
+    """Return False for a single Latin letter right after the number: it is a variable, not a unit."""
     return not re.match(r"[A-Za-z](?![A-Za-z])", text)
 
 

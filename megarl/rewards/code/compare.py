@@ -1,6 +1,6 @@
 """Comparison of a program's output or return value with the expected one. Pure functions on untrusted text.
 
-Nothing here builds a set or dict of what the program sent, or asks it how equal it is.
+No set or dict is built from the program's data, and none of its methods is called to compare it.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ import re
 from typing import Any
 
 RELATIVE, ABSOLUTE = 1e-5, 1e-8
-"""Tolerances of floats, as ``numpy.allclose`` in APPS' own checker."""
+"""Float tolerances, as ``numpy.allclose`` in APPS' checker."""
 INTEGER_ABSOLUTE = 1e-6
-"""Tolerance of a float where an integer is expected: 1.9999999999 is 2, 333333.3333 is not 333333 (which it is in
-APPS)."""
+"""Tolerance of a float if an integer is expected: 1.9999999999 equals 2; 333333.3333 does not equal 333333 (in APPS it
+does)."""
 INTEGER = re.compile(r"[+-]?\d+\Z", re.ASCII)
 FLOAT = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?\Z", re.ASCII)
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Line by line, without empty lines; within a line word by word, so any white space is as good as another."""
+    """Compare line by line without empty lines, and each line word by word, so that white space does not matter."""
     if printed.strip() == expected.strip():
         return True
     ours, theirs = ([line.split() for line in text.splitlines() if line.strip()] for text in (printed, expected))
@@ -33,7 +33,7 @@ def _same_word(printed: str, expected: str) -> bool:
     if printed == expected:
         return True
     if INTEGER.match(expected):
-        # an integer is exact; a program may print it as a float
+        # integers are exact; a program may print one as a float
         return not INTEGER.match(printed) and bool(FLOAT.match(printed)) and _near(float(printed), float(expected))
     if FLOAT.match(expected) and FLOAT.match(printed):
         return _close(float(printed), float(expected))
@@ -49,16 +49,16 @@ def _close(found: float, expected: float) -> bool:
 
 
 def same_value(returned: str, expected: Any) -> bool:
-    """``returned``: JSON of ``sandbox.inside.values``. ``expected``: plain JSON, in which a tuple is a list and keys
-    are strings.
+    """Compare ``returned``, JSON of ``sandbox.inside.values``, with ``expected``, plain JSON (tuples are lists, keys
+    strings).
 
-    A list of one may also stand for its element, as in APPS' rows.
+    A list of one may also replace its element, as in APPS' rows.
     """
     try:
         data = json.loads(returned)
         return _same(data, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(data, expected[0]))
     except (ValueError, TypeError, KeyError, IndexError, RecursionError, OverflowError):
-        return False  # not what `values` writes
+        return False  # not written by `values`
 
 
 def _same(data: Any, expected: Any) -> bool:
@@ -82,7 +82,7 @@ def _same_tagged(kind: str, content: Any, expected: Any) -> bool:
         return _same(content, expected)
     if kind == "int":
         return isinstance(expected, int) and not isinstance(expected, bool) and int(content, 16) == expected
-    if kind == "float":  # inf and nan, which JSON's writers spell as Python does
+    if kind == "float":  # inf and nan, spelled as in Python
         return isinstance(expected, float) and content == repr(expected)
     if kind == "range":
         return (
@@ -94,7 +94,8 @@ def _same_tagged(kind: str, content: Any, expected: Any) -> bool:
 
 
 def _same_items(content: list[Any], left: dict[str, Any]) -> bool:
-    """``left`` shrinks, so a key that comes twice is found once. JSON has string keys: 1 is "1"."""
+    """Compare the items of a dict. ``left`` shrinks, so that a repeated key matches once. JSON has string keys: 1 is
+    "1"."""
     for key, value in content:
         name = key if isinstance(key, str) else json.dumps(key)
         if name not in left or not _same(value, left.pop(name)):

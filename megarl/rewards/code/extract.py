@@ -1,4 +1,4 @@
-"""The program in an answer: a fenced block of Markdown in any of its forms, a tag, or the whole text."""
+"""Extract the program from an answer: a fenced Markdown block of any form, a tag, or the whole text."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ _TAGS = (("<answer>", "</answer>"), ("[PYTHON]", "[/PYTHON]"))
 
 
 def extract(text: str) -> str:
-    """The last fenced block that says Python, else the last one, else what is in tags, else all; nothing of a thought.
+    """Return the last fenced block marked as Python, else the last block, else the content of tags, else the whole
+    text.
 
-    A transcript (``>>>``) is no program where there is another block.
+    Thoughts are ignored. A transcript (``>>>``) counts only if there is no other block.
     """
     text = after_thinking(text).replace("\r\n", "\n").replace("\ufeff", "")
     if _QUOTED.search(text):

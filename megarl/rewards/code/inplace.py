@@ -1,5 +1,5 @@
-"""Finds tests that check a function's changes to its argument. The sandbox passes copies, so they would always see none
-of it."""
+"""Find tests that check a function's changes to its argument. The sandbox passes copies, so tests never see
+such changes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ CHANGEABLE = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetCo
 
 @functools.lru_cache(maxsize=64)  # a group's responses share tests
 def looked_at_in_place(checks: Checks) -> str | None:
-    """A name of a list, dict or set that the tests give to the program and read in a later statement, other than to
-    give it again.
+    """Return the name of a list, dict or set that tests pass to the program and read in a later statement. Passing it
+    again is not reading. None if there is no such name.
 
-    None without any. Within one statement they are taken to want the value returned (``assert f(x) == sorted(x)``).
-    Raises SyntaxError or ValueError for tests that do not parse.
+    Within one statement the tests are assumed to check the return value (``assert f(x) == sorted(x)``). Raises
+    SyntaxError or ValueError for tests that do not parse.
     """
     source = "\n".join([checks.setup, *checks.tests])
     tree = ast.parse(source)
@@ -85,8 +85,7 @@ def _in_scope(body: list[ast.stmt], made: set[str], theirs: set[str | None]) -> 
 
 
 def _simple(body: list[ast.stmt]) -> Iterator[ast.AST]:
-    """Statements in order, with compound ones taken apart: their heads, then what they hold. Not into functions and
-    classes."""
+    """Yield statements in order, compound ones as their heads, then their bodies. Functions and classes are skipped."""
     for statement in body:
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             continue
@@ -100,7 +99,7 @@ def _simple(body: list[ast.stmt]) -> Iterator[ast.AST]:
 
 
 def _makes_object(node: ast.expr, theirs: set[str | None]) -> bool:
-    """``Solution()``: by its name a class of the program, whose constructor is not what the tests are about."""
+    """Return True for ``Solution()``: the name of a class of the program, and its constructor is not tested."""
     return (
         isinstance(node, ast.Call)
         and isinstance(node.func, ast.Name)
@@ -110,7 +109,7 @@ def _makes_object(node: ast.expr, theirs: set[str | None]) -> bool:
 
 
 def _root(node: ast.expr) -> str | None:
-    """``Solution`` of ``Solution().sort``."""
+    """Return the root name: ``Solution`` for ``Solution().sort``."""
     while isinstance(node, (ast.Attribute, ast.Call)):
         node = node.value if isinstance(node, ast.Attribute) else node.func
     return node.id if isinstance(node, ast.Name) else None

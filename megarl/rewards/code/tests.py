@@ -1,4 +1,4 @@
-"""The tests of a code row, in the formats that public data sets have them.
+"""Tests of a code row, in the formats of public data sets.
 
 - ``{"inputs": [...], "outputs": [...]}``: stdin and stdout; with ``"fn_name"`` arguments and returned value (APPS,
   TACO, CodeContests, verl's prime rows)
@@ -11,7 +11,7 @@
 - ``{"test_code": ..., "entry_point": ..., "import_prefix": ...}`` (Skywork-OR1's LeetCode rows)
 - ``{"assert_case": [...]}`` (verl's prime rows, Skywork-OR1)
 
-What is not in the ground truth is looked for in ``extra_info``. Strings may be JSON.
+Fields missing in the ground truth are read from ``extra_info``. Strings may be JSON.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from megarl.sandbox.interface import Call, Checks, Test
 
 @dataclass(frozen=True)
 class Cases:
-    """Inputs for the sandbox, and what is expected, which never goes there."""
+    """Inputs for the sandbox, and the expected results, which are never sent there."""
 
     tests: tuple[Test, ...]
     expected: tuple[Any, ...]
-    """Expected stdout, or expected return value of a call as JSON."""
+    """Expected stdout, or a call's expected return value as JSON."""
 
 
 @dataclass(frozen=True)
 class Asserts:
     checks: Checks
     prompt: str = ""
-    """Text that HumanEval's completions continue; empty where it is no Python."""
+    """Text that HumanEval's completions continue; empty if it is not Python."""
 
 
 def parse(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Cases | Asserts:
-    """Raises DataError, naming the field, for a row without usable tests: none, or such as do not parse or look at
+    """Read a row's tests. Raises DataError, naming the field, if tests are missing, do not parse, or check changes of
     arguments."""
     info = extra_info or {}
     truth = _json(ground_truth)
@@ -77,8 +77,7 @@ def parse(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> Cases 
 
 
 def check_row(ground_truth: Any, extra_info: dict[str, Any] | None = None) -> None:
-    """Check a job's rows before it starts: raises DataError where every answer would be an ``error``. Only reads;
-    nothing is run."""
+    """Raise DataError for a row on which every answer would be an ``error``, before the job starts. Runs no program."""
     parse(ground_truth, extra_info)
 
 
@@ -184,7 +183,7 @@ def _skywork(fields: dict[str, Any]) -> Asserts:
 
 
 def _statements(code: str) -> tuple[str, ...]:
-    """Tests of a function ``check(candidate)``: its assertions where it has nothing else, or one call of it."""
+    """Return the tests of a function ``check(candidate)``: its assertions if it has only these, else one call of it."""
     body = next((node.body for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)), [])
     if body and all(isinstance(node, ast.Assert) for node in body):
         return tuple(ast.get_source_segment(code, node) or "" for node in body)
@@ -205,7 +204,7 @@ READERS: dict[str, Callable[[dict[str, Any]], Cases | Asserts]] = {
 
 
 def _json(value: Any) -> Any:
-    """Parse a string, if it is JSON."""
+    """Parse a string if it is JSON."""
     if not isinstance(value, str):
         return value
     try:
@@ -215,14 +214,14 @@ def _json(value: Any) -> Any:
 
 
 def _text(value: Any) -> str:
-    """Text, or its lines in a list (some of APPS' rows)."""
+    """Return a text, also if it is a list of lines (some of APPS' rows)."""
     if isinstance(value, list):
         return "\n".join(map(_text, value))
     return value if isinstance(value, str) else json.dumps(value)
 
 
 def _arguments(value: Any) -> tuple[Any, ...]:
-    """A list of arguments, or lines with one each in JSON. A dict with whole numbers as keys has numbers as keys, as in
+    """Return the arguments of a list, or of JSON lines with one each. Whole-number keys of a dict become numbers, as in
     APPS."""
     items: Iterable[Any] = value if isinstance(value, list) else map(_json, _text(value).split("\n"))
     return tuple(_number_keys(item) for item in items)

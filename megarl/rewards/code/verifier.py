@@ -1,7 +1,7 @@
-"""Programs, judged by running them in a sandbox: stdin and stdout, calls, assertions.
+"""Score programs by running them in a sandbox: stdin and stdout, calls, assertions.
 
-The settings are ``reward.code`` (``CodeConfig``); the key of a service is in the environment, MEGARL_SANDBOX_KEY.
-docs/sandbox.md has what is isolated and how.
+Settings: ``reward.code`` (``CodeConfig``). A service's key: environment variable MEGARL_SANDBOX_KEY. Isolation:
+docs/sandbox.md.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megarl.rewards.code.tests import Asserts, Cases, parse
 from megarl.sandbox.interface import MIB, Limits, Sandbox, Test
 
 FIRST_BATCH, BATCH = 4, 16
-"""Tests of one request. The first tests find most wrong programs; a start costs as much as a few tests."""
+"""Tests per request. The first tests find most wrong programs; a start costs as much as a few tests."""
 
 OWN_SHARE = 0.5
-"""Share of ``reward.code.item_s`` from which on a program itself, and not the sandbox's starts, has spent the time."""
+"""Share of ``reward.code.item_s`` above which the program, not the sandbox's starts, is blamed for a timeout."""
 
 NAMES = {
     "typing": ("Any", "Callable", "Deque", "Dict", "Iterable", "Iterator", "List", "Optional", "Set", "Tuple", "Union"),
@@ -35,25 +35,26 @@ NAMES = {
     "math": ("ceil", "comb", "floor", "gcd", "inf", "isqrt", "lcm", "sqrt"),
 }
 MODULES = ("bisect", "collections", "copy", "functools", "heapq", "itertools", "math", "random", "re", "string", "sys")
-"""Modules that LiveCodeBench's and verl's checkers import for a program. Here only those it seems to use, as each costs
-time."""
+"""Modules that LiveCodeBench's and verl's checkers import for a program. Only those that it seems to use are imported
+here, since each takes time."""
 WORD = re.compile(r"\b[A-Za-z_]\w*\b", re.ASCII)
 
 
 def scorer(rest: str, config: CodeConfig) -> Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]:
-    """The scorer of every code data source; ``rest`` only names the set. Raises SandboxError where programs cannot be
-    isolated."""
+    """Return the scorer of every code data source; ``rest`` only names the data set. Raises SandboxError if programs
+    cannot be isolated."""
     from megarl.sandbox.client import open_sandbox
 
     return make_scorer(open_sandbox(config.url, config.python), config)
 
 
 def check_code(config: RewardConfig) -> str:
-    """Check, before a job whose rows go to the family ``code``; return in one line where its programs run.
+    """Check the settings before a job with rows of the family ``code``; return one line that describes where programs
+    run.
 
     Raises:
         ConfigError: settings that do not fit together.
-        SandboxError: programs cannot be isolated here, or the service does not answer or takes another key.
+        SandboxError: programs cannot be isolated here, or the service does not answer or has another key.
     """
     from megarl.sandbox.client import open_sandbox
 
@@ -152,15 +153,15 @@ def _score_asserts(sandbox: Sandbox, program: str, row: Asserts, config: CodeCon
 def _too_late(
     passed: int, done: int, tests: Sequence[object], config: CodeConfig, why: str, *, slow: bool
 ) -> dict[str, Any]:
-    """The verdict where no time is left for some tests: wrong where the program is ``slow``, else timeout."""
+    """Return the verdict if no time is left for some tests: wrong if the program is ``slow``, else timeout."""
     spent = f"{done} of {len(tests)} tests run within reward.code.item_s={config.item_s:g}"
     found = _verdict(passed, tests, config, why or spent)
     return found if slow else {**found, "reason": spent, "status": "timeout"}
 
 
 def complete(program: str, row: Asserts) -> str:
-    """HumanEval's answers go on from the prompt, or are whole functions; either way what the prompt imports and defines
-    is there."""
+    """Complete HumanEval's answers, which continue the prompt or are whole functions, with the prompt's imports and
+    definitions."""
     program += _method_as_function(program, row.checks.entry)
     if not row.prompt:
         return with_imports(program)
@@ -168,8 +169,7 @@ def complete(program: str, row: Asserts) -> str:
 
 
 def _method_as_function(program: str, entry: str | None) -> str:
-    """A line that names a method of ``class Solution`` as the function that was asked for; '' where it is not
-    needed."""
+    """Return a line that binds the requested function to a method of ``class Solution``; '' if not needed."""
     if (
         not entry
         or not re.search(r"^class Solution\b", program, re.MULTILINE)

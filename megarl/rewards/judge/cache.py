@@ -21,13 +21,13 @@ BUSY_S = 60.0
 
 
 class JudgementCache:
-    """Key -> verdict, with the judge's replies for who wants to read them (``SELECT result, replies FROM judgements``).
+    """Cache of verdicts by key. The replies are stored for inspection (``SELECT result, replies FROM judgements``).
 
-    Each write is one transaction, of SQLite's ordinary journal. Reads and writes happen in a thread of its own, so that
-    an event loop does not wait for the disk. A file that fails later is logged and done without: a judgement is worth
-    more than its copy.
+    Each write is one transaction with SQLite's ordinary journal. A separate thread reads and writes, so that an event
+    loop does not wait for the disk. If the file fails later, the error is logged and the judge goes on without the
+    cache.
 
-    Raises ConfigError when the file cannot be opened.
+    Raises ConfigError if the file cannot be opened.
     """
 
     def __init__(self, path: str) -> None:

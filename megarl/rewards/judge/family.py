@@ -1,4 +1,4 @@
-"""The judge as a plain function, for a call of ``compute_score`` alone; a job's answers go to one ``Judge`` of its
+"""The judge as a plain function, for calls of ``compute_score`` alone; a job's answers go to the ``Judge`` of its
 explorer."""
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from typing import Any
 from megarl.config.rewards import RewardConfig
 
 ENGINES = "MEGARL_ENGINES"
-"""Variable with the URLs of engines, commas between, for reward functions that ask the judge themselves."""
+"""Environment variable with comma-separated engine URLs, for reward functions that call the judge themselves."""
 
 
 def scorer(config: RewardConfig) -> Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]:
-    """Opens connection and cache for each answer, whose question is ``extra_info['question']``. Not from within an
-    event loop.
+    """Return a scorer that opens connection and cache for each answer; the question is ``extra_info['question']``. Not
+    for use inside an event loop.
 
-    ``url: rollout`` needs MEGARL_ENGINES and MEGARL_JOB_KEY. Raises ConfigError, when it is called, for wrong settings.
+    ``url: rollout`` needs MEGARL_ENGINES and MEGARL_JOB_KEY. The scorer raises ConfigError for wrong settings.
     """
-    from megarl.rewards.judge.judge import Judge  # aiohttp: 0.3 s, only where there is a judge
+    from megarl.rewards.judge.judge import Judge  # importing aiohttp takes 0.3 s
 
     async def once(solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None) -> dict[str, Any]:
         engines = [url for url in os.environ.get(ENGINES, "").split(",") if url]

@@ -1,6 +1,6 @@
-"""A language model as the judge of answers, at any OpenAI-compatible server: retries, a cache, a vote (docs/judge.md).
+"""A language model as the judge of answers, on any OpenAI-compatible server: retries, a cache, a vote (docs/judge.md).
 
-It waits rather than computes: one ``Judge`` lives in the explorer's event loop, not in the processes of the pool.
+The judge mostly waits: one ``Judge`` runs in the explorer's event loop, not in the pool's processes.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ROLLOUT_MODEL = "policy"
 """Name under which ``launch.engine_process`` serves its model."""
 
 SECOND_TEMPERATURE = 0.7
-"""Least temperature when a reply without a verdict is asked for again: a greedy judge would repeat it."""
+"""Minimum temperature of a retry after a reply without a verdict: a greedy judge would repeat the reply."""
 NO_ANSWER = "I do not know."
-"""Answer that is judged where another one gets no verdict: a verdict over this one shows that the other is at fault."""
+"""Answer judged after another answer got no verdict: a verdict on this one shows that the other is at fault."""
 WRONG = {"score": 0.0, "status": "wrong", "acc": False, "votes_for": 0, "votes_against": 0, "cached": False}
-"""Verdict of an answer that is not judged."""
+"""Verdict on an answer that is not judged."""
 CACHE_FORMAT = 1
 """Cache version: raise it when the prompt or the parsing of replies changes."""
 
@@ -45,10 +45,10 @@ class Judge:
     """Judges answers. Use as an async context manager.
 
     Args:
-        engines: Returns the URLs of the job's own engines that may be asked now, for ``url: rollout``; these take
-            turns, and may change while the judge works.
-        key: The job's key, sent to these engines only; other servers get that of MEGARL_JUDGE_KEY.
-        engine_timeout_s: How long one of these engines is waited for that is being replaced.
+        engines: Returns the current URLs of the job's engines, for ``url: rollout``. They are used in turn and may
+            change.
+        key: The job's key, sent only to these engines; other servers get the key of MEGARL_JUDGE_KEY.
+        engine_timeout_s: Seconds to wait for an engine that is being replaced.
 
     Raises:
         ConfigError: a setting is missing or wrong; on entering: the cache cannot be opened, or the server does not name
@@ -85,8 +85,8 @@ class Judge:
         self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._cache: JudgementCache | None = None
         self.counts: Counter[str] = self.server.counts
-        """Since the start: requests, retries, cached and shared judgements, prompt_tokens and completion_tokens as the
-        server counts."""
+        """Counts since the start: requests, retries, cached and shared judgements; prompt_tokens and completion_tokens
+        from the server."""
 
     async def __aenter__(self) -> Self:
         cache = self._config.cache
@@ -122,12 +122,11 @@ class Judge:
         extra_info: dict[str, Any] | None = None,
         question: str | None = None,
     ) -> dict[str, Any]:
-        """The verdict over one answer, what it thought before ``</think>`` left out. Never raises for what the server
-        does.
+        """Return the verdict on one answer, without its thoughts up to ``</think>``. Server failures do not raise.
 
-        ``question`` is that of ``extra_info`` where it is not given. Returns ``score``, ``status``, ``acc``,
-        ``votes_for``, ``votes_against``, ``cached``; ``reason`` of an error or timeout. An answer with nothing after
-        its thoughts is wrong, unasked.
+        ``question`` defaults to that of ``extra_info``. Returns ``score``, ``status``, ``acc``, ``votes_for``,
+        ``votes_against``, ``cached``; with an error or timeout also ``reason``. An answer that is empty after its
+        thoughts is wrong without a request.
         """
         question = question or str((extra_info or {}).get("question") or "")
         answer, reference = after_thinking(solution_str).strip(), reference_text(ground_truth)
@@ -143,10 +142,10 @@ class Judge:
             task.add_done_callback(lambda _: self._running.pop(key, None))
         else:
             self.counts["shared"] += 1
-        return dict(await asyncio.shield(task))  # who else waits for it does so when this caller gives up
+        return dict(await asyncio.shield(task))  # cancelling this caller does not cancel the request for others
 
     async def reply(self, prompt: str) -> str:
-        """Text that the model writes after a prompt; from the cache where it is there.
+        """Return the model's text after a prompt, from the cache if present.
 
         Raises RequestFailed.
         """
@@ -202,7 +201,7 @@ class Judge:
                 return _failure("timeout" if late else "error", str(failed[0]))
             return _failure("error", f"no verdict: the judge's last reply ends with {replies[-1][-200:]!r}")
         result = tally(votes)
-        if self._cache is not None and not failed:  # fewer votes than wanted are good enough for now, not forever
+        if self._cache is not None and not failed:  # fewer votes than configured are used, but not cached
             await self._cache.put(key, result, replies)
         return result | {"cached": False}
 
@@ -231,7 +230,7 @@ class Judge:
             self.counts[name] += int((answer.get("usage") or {}).get(name) or 0)
         if choice.get("finish_reason") == "abort":
             raise ValueError("the engine gave it up, to be given weights")
-        text = choice["message"].get("content")  # null where a server puts all of it into reasoning_content
+        text = choice["message"].get("content")  # null if a server puts all text into reasoning_content
         return _Reply("" if text is None else str(text), choice.get("finish_reason"))
 
 
@@ -280,10 +279,10 @@ def _check_settings(config: JudgeConfig) -> None:
 
 
 def check_judge(config: JudgeConfig, *, context_tokens: int) -> None:
-    """Check the judge before launch, when rows go to it. Asks the server for its models; not the job's own engines.
+    """Check the judge before launch, if rows go to it. Requests the server's models, except from the job's engines.
 
     Args:
-        context_tokens: Longest prompt and response together of these engines.
+        context_tokens: Maximum tokens of prompt and response together in these engines.
 
     Raises:
         ConfigError: a setting or the rubric is wrong, the server does not answer, or has no such model.
@@ -302,7 +301,7 @@ def check_judge(config: JudgeConfig, *, context_tokens: int) -> None:
 
 
 async def _check_model(config: JudgeConfig) -> None:
-    async with Judge(dataclasses.replace(config, cache=None)) as judge:  # entering asks for a model where none is named
+    async with Judge(dataclasses.replace(config, cache=None)) as judge:  # entering requests the model if none is named
         if config.model is not None and config.model not in (names := await judge.server.models()):
             raise ConfigError(
                 f"reward.judge.model={config.model!r} is not at {config.url}, which has {', '.join(names[:20])}"

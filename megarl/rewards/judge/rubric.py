@@ -1,9 +1,8 @@
-"""Prompt of a judge, and the meaning of its reply. The answer that it judges is untrusted: it may try to give the
-verdict itself.
+"""Prompt of a judge, and parsing of its reply. The judged answer is untrusted: it may try to give the verdict itself.
 
-Only the judge's own reply is read. What an answer can still do is to talk the judge round, or to be quoted by it; so it
-stands between two lines with a code that it cannot know, its control tokens are broken up, and its lines that look like
-a verdict are marked as quotations, which no longer count as one when the judge repeats them.
+Only the judge's reply is parsed. An answer can still persuade the judge, or be quoted by it. So it is put between two
+lines with a code that it cannot know, and its control tokens are broken up. Its lines that look like a verdict are
+marked as quotations: repeated by the judge, they do not count.
 """
 
 from __future__ import annotations
@@ -53,12 +52,11 @@ _VERDICT = re.compile(
 _CONTROL = re.compile(
     r"<(?=[|｜][^<>\n]{1,40}[|｜]>|/?s>|(?:start|end)_of_turn>|(?:bos|eos|pad|unk)>)|\[(?=/?(?:INST|SYSTEM_PROMPT)\])"
 )
-"""The first character of what chat templates write between messages, and tokenizers read as control tokens wherever it
-stands."""
+"""First character of a chat template's control token, which tokenizers recognize anywhere in a text."""
 
 
 class Vote(NamedTuple):
-    """A verdict, 0.0 or 1.0; or, ``graded``, a score from 0.0 to 1.0."""
+    """A verdict, 0.0 or 1.0; if ``graded``, a score from 0.0 to 1.0."""
 
     value: float
     graded: bool
@@ -104,8 +102,8 @@ def reference_text(ground_truth: Any) -> str:
 
 
 def fill(rubric: str, question: str, answer: str, reference: str) -> str:
-    """The judge's prompt. The same three texts give the same prompt, and none of them is searched for fields."""
-    # A hash of the answer: no text can contain its own.
+    """Return the judge's prompt. It depends on the three texts alone, and none of them is searched for fields."""
+    # A hash of the answer: no text can contain its hash.
     code = hashlib.sha256(json.dumps([question, answer, reference]).encode()).hexdigest()[:16]
     quoted = "\n".join(f"> {line}" if _VERDICT.fullmatch(line) else line for line in answer.splitlines())
     fenced = (
@@ -117,10 +115,10 @@ def fill(rubric: str, question: str, answer: str, reference: str) -> str:
 
 
 def read_vote(reply: str, finish_reason: str | None = "stop") -> Vote | None:
-    """The last ``Verdict: correct``, ``Verdict: wrong``, ``Score: 0.7`` or ``Score: 7/10`` that is a line of its own.
+    """Return the last ``Verdict: correct``, ``Verdict: wrong``, ``Score: 0.7`` or ``Score: 7/10`` on a separate line.
 
-    None without such a line after the judge's thinking, in a reply that was cut short (its last line may be a
-    quotation), and for a score that is not between 0 and its top (1 where none is given: "Score: 7" says nothing).
+    None without such a line after the judge's thinking, in a truncated reply (its last line may be a quotation), and
+    for a score that is not between 0 and its maximum (1 if none is given, so "Score: 7" is invalid).
     """
     if finish_reason in ("length", "content_filter"):
         return None
@@ -134,8 +132,8 @@ def read_vote(reply: str, finish_reason: str | None = "stop") -> Vote | None:
 
 
 def tally(votes: Sequence[Vote]) -> dict[str, Any]:
-    """The verdict of at least one vote: more for than against, a tie is wrong; with scores among them their mean, right
-    above 0.5."""
+    """Return the verdict of at least one vote: the majority, a tie is wrong. With scores among the votes: their mean,
+    right above 0.5."""
     assert votes, "there is nothing to count"
     in_favour = sum(vote.value > 0.5 for vote in votes)
     if any(vote.graded for vote in votes):

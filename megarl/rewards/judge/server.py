@@ -20,10 +20,10 @@ from megarl.core.errors import ConfigError
 
 KEY_VARIABLE = "MEGARL_JUDGE_KEY"
 BACKOFF_S = 0.5
-"""First wait in seconds before a retry; doubled for each further one, times a random 0.5 to 1.5."""
+"""Seconds before the first retry; doubled for each further one, times a random 0.5 to 1.5."""
 MAX_WAIT_S = 60.0
 REFUSALS = (400, 413, 422)
-"""Statuses with which a server refuses a request's content."""
+"""HTTP statuses with which a server refuses a request's content."""
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class JudgeServer:
     """OpenAI-compatible servers of one model, used in turn.
 
     Args:
-        bases: Returns the base URLs of the servers that are there now, one or more.
+        bases: Returns the base URLs of the current servers, one or more.
         key: Sent as bearer token; None for none.
         engine_timeout_s: Seconds to wait for one of the job's own engines that is being replaced.
     """
@@ -128,7 +128,7 @@ class JudgeServer:
     async def _once(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         assert self._session is not None, "open() comes first"
         try:
-            # No redirects: they would take question, answer and key to a server that nobody named.
+            # No redirects: they would send question, answer and key to a server that the user did not name.
             async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
                 text = (await answer.read()).decode(errors="replace")
                 status, wait_s = answer.status, _retry_after(answer.headers.get("Retry-After"))

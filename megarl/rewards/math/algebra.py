@@ -1,6 +1,6 @@
-"""Atoms that are no plain numbers or words: parsed by math-verify, compared at points, proved by math-verify.
+"""Compare expressions with SymPy: parse by math-verify, evaluate at points, then let math-verify prove equality.
 
-Everything here needs the main thread only for the caller's time limit; math-verify's own alarms are off.
+Only the caller's time limit needs the main thread; math-verify's own alarms are off.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from megarl.rewards.answer.normalize import Quantity, rounds_to
 
 MAX_LENGTH = 400
 MAX_EXPONENT = 20_000
-"""2^{2024} is an answer; 10^{10^{10}} is an attack. Also for factorials (a twentieth of it) and digits of one
-number."""
+"""Largest exponent (2^{2024} is an answer, 10^{10^{10}} an attack) and number of digits; for factorials a twentieth."""
 
 _NESTED_POWER = re.compile(r"\^\s*(?:\{[^{}]*\^|\{[^{}]*!|\{[^{}]*\{[^{}]*\^|(?:\{[^{}]*\}|\w)\s*\^)")
 _SMALL_TOWER = re.compile(r"\^\s*\{\s*(\d{1,2})\s*\^\s*\{?\s*(\d{1,2})\s*\}?\s*\}")
@@ -25,21 +24,20 @@ _UNEVALUATED = re.compile(
     r"\\(?:int|iint|oint|sum|prod|lim|det|max|min|gcd|lcm|mathrm\{d\})(?![a-z])|\\frac\s*\{\s*d\s*\}|\\bmod|\\pmod"
 )
 _CAPITAL = re.compile(r"\\math[a-z]+\s*\{[A-Z]\}|\\[A-Za-z]+|([A-Z])(?:_\{?(\w+)\}?)?")
-"""Capital letters that are variables; math-verify makes them small, and R would equal r."""
+"""Capital letters that are variables: math-verify lowers them, so that R would equal r."""
 _TRIGONOMETRY = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)")
 _SUFFIXED = re.compile(r"(?<![\\A-Za-z_])(?<!_\{)[a-hj-z]\d")
-"""``x2``, which does not mean 2x: it may be a power or an index. ``i4`` is 4i."""
+"""``x2`` is ambiguous: a product, a power or an index. ``i4`` is 4i."""
 _DERIVATIVE = re.compile(r"\\partial|\\d+ot(?![a-z])|\\prime|'|\\frac\s*\{\s*d\s*(?:\^|[a-z\\}]).*\}\s*\{\s*d\s*[a-z]")
-"""SymPy takes dx/dt for 0 where x is a symbol; differential equations are compared as text."""
+"""Derivatives. SymPy evaluates dx/dt as 0 for a symbol x, so differential equations are compared as text."""
 _POINTS = 4
 FAULTS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, RecursionError, TypeError, ValueError)
-"""Errors that SymPy raises on expressions that make no sense to it (SympifyError is a ValueError). They equal
-nothing."""
+"""Errors of SymPy on expressions that it cannot evaluate (SympifyError is a ValueError); such expressions are
+unequal."""
 
 
 def tractable(text: str) -> bool:
-    """Return True if algebra on it stays small: no towers of powers, huge factorials, endless digits or deep
-    nesting."""
+    """Return True if algebra on ``text`` stays cheap: no power towers, huge factorials, long digits or deep nesting."""
     if len(text) > MAX_LENGTH or ":" in text or re.search(r"\d{60}", text):
         return False
     depth = deepest = 0
@@ -70,26 +68,26 @@ def tractable(text: str) -> bool:
 
 
 def unevaluated(gold: str, pred: str) -> bool:
-    """A prediction that is the task rather than its result: ``\\sum``, ``\\int`` and the like that gold does not
-    have."""
+    """Return True if ``pred`` is the task instead of its result: it has ``\\sum``, ``\\int`` or the like, gold has
+    not."""
     return any(word not in gold for word in _UNEVALUATED.findall(pred))
 
 
 def has_angle(text: str) -> bool:
-    """Return True if degrees in it are an angle of sin or cos, not a unit after it."""
+    """Return True if degrees are the angle of a sin or cos, not a unit."""
     return bool(_TRIGONOMETRY.search(text))
 
 
 @functools.lru_cache(maxsize=512)
 def expression(text: str, unevaluated: bool = False) -> Any:
-    """math-verify's SymPy object for a cleaned answer, or None where it finds none. ``unevaluated``: as it was
-    written."""
+    """Parse a cleaned answer into math-verify's SymPy object, or None if it finds none. ``unevaluated`` keeps the
+    written form."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig  # type: ignore[import-untyped]
     from math_verify import LatexExtractionConfig, parse  # type: ignore[import-untyped]
 
     if "$" in text or text.endswith("\\"):
-        return None  # math-verify would not see the formula's end and take any fraction inside it
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its alarms are off
+        return None  # math-verify would miss the formula's end and parse a fraction inside
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # suppress the warning that its alarms are off
     config = LatexExtractionConfig(
         boxed_match_priority=-1,
         normalization_config=NormalizationConfig(
@@ -104,7 +102,7 @@ def expression(text: str, unevaluated: bool = False) -> Any:
 
 
 def _with_constants(value: Any) -> Any:
-    """The letter i as the imaginary unit; numbers that were kept unevaluated, evaluated."""
+    """Replace the letter i by the imaginary unit, and evaluate unevaluated numbers."""
     import sympy  # type: ignore[import-untyped]
 
     if not isinstance(value, sympy.Expr):
@@ -115,7 +113,7 @@ def _with_constants(value: Any) -> Any:
 
 
 def same(gold: str, pred: str) -> bool:
-    """Return True if two expressions are equal wherever they are tried, or math-verify proves that they are."""
+    """Return True if two expressions agree at every tested point, or math-verify proves them equal."""
     if not (tractable(gold) and tractable(pred)) or _DERIVATIVE.search(gold + pred):
         return False
     if _SUFFIXED.search(pred) and not _SUFFIXED.search(gold):
@@ -128,7 +126,7 @@ def same(gold: str, pred: str) -> bool:
 
 
 def same_number(number: Quantity, text: str) -> bool:
-    """Return True if an expression has the value of a written number, which may be a decimal that rounds it."""
+    """Return True if an expression equals a written number; a decimal may be its rounded value."""
     if not tractable(text):
         return False
     try:
@@ -168,14 +166,14 @@ def _equal(first: Any, second: Any) -> bool:
         if isinstance(left, sympy.Expr) and isinstance(right, sympy.Expr) and _proportional(left, right):
             return True
         if left.is_polynomial() and right.is_polynomial():
-            return False  # other polynomials have other zeros, but for a power or a factor without any
+            return False  # other polynomials have other zeros, except for a power or a factor without zeros
     elif isinstance(first, sympy.Expr) or isinstance(second, sympy.Expr):
-        return False  # a number is no set, relation or matrix
+        return False  # a number is not a set, relation or matrix
     return bool(verify(first, second, timeout_seconds=0))
 
 
 def _points(*expressions: Any) -> list[dict[Any, Any]]:
-    """The same few values for every symbol, of both signs and away from special ones."""
+    """Return the same few values for every symbol: of both signs, away from special values."""
     import sympy  # type: ignore[import-untyped]
 
     symbols = sorted(set().union(*(expr.free_symbols for expr in expressions)), key=str)
@@ -188,7 +186,7 @@ def _points(*expressions: Any) -> list[dict[Any, Any]]:
 
 
 def _number_at(expr: Any, point: dict[Any, Any]) -> Any:
-    """Return its value as a SymPy number, or None without one."""
+    """Return the value of ``expr`` at ``point`` as a SymPy number; None if it has none."""
     try:
         value = expr.doit().evalf(30, subs=point, maxn=200)
         return value if value.is_number and abs(value).is_finite and not value.free_symbols else None
@@ -197,8 +195,7 @@ def _number_at(expr: Any, point: dict[Any, Any]) -> Any:
 
 
 def _same_values(first: Any, second: Any) -> bool | None:
-    """Return True if two expressions agree at every point where both have a value; None when too few points have
-    one."""
+    """Return True if two expressions agree wherever both have a value; None if too few points have one."""
     import sympy  # type: ignore[import-untyped]
 
     if not first.free_symbols and not second.free_symbols:
@@ -219,7 +216,7 @@ def _same_values(first: Any, second: Any) -> bool | None:
 
 
 def _proportional(left: Any, right: Any) -> bool:
-    """Return True if two sides minus sides differ by a constant factor, so that the equations are the same."""
+    """Return True if two differences (left side minus right) are proportional: the equations are then the same."""
     if left.free_symbols != right.free_symbols:
         return False
     ratios = []

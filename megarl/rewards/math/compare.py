@@ -1,5 +1,4 @@
-"""Comparison of a predicted answer with the right one: structure first, then atoms as words, numbers, equations,
-expressions."""
+"""Compare a predicted answer with the gold: structure first, then atoms as words, numbers, equations, expressions."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from megarl.rewards.math import worked as math_worked
 from megarl.rewards.math.structure import Expression, is_constant, is_name, parse, split
 
 MAX_ANSWER = 2000
-"""Characters of a predicted answer; longer ones are wrong unless they are the gold's own text."""
+"""Maximum characters of a predicted answer; a longer one is wrong unless it equals the gold's text."""
 
 _TIME = re.compile(r"(\d{1,2}:\d{2})(?::\d{2})?\s*(a\.?m|p\.?m)?\.?", re.IGNORECASE)
 _EQUALS = re.compile(r"(?<![<>!:\\])=|\\equiv(?![a-z])")
@@ -42,12 +41,11 @@ _COUNTED = re.compile(r"-?[\d./]+%?(?:\s*(?!of\b)\S+){0,2}")
 _PERCENT = re.compile(r"per\s?cent|%|百分", re.IGNORECASE)
 _INTEGRATED = re.compile(r"\+\s*[cKk]$")
 _LETTERS = re.compile(r"\W*(?:[A-J]{1,4}\b\W*)+")
-"""``A C D`` after a letter and a stop."""
+"""``A C D`` after a letter and a full stop."""
 
 
 def equal(gold: str, pred: str, question: str = "") -> bool:
-    """Return True if ``pred`` is the answer ``gold``. Both as they were written; ``question`` is where an echo is
-    looked for."""
+    """Return True if ``pred`` is the answer ``gold``, both as written, and no copy from ``question``."""
     if len(pred) > MAX_ANSWER and len(pred) > 2 * len(gold):
         return False
     first, second = clean(gold), clean(pred)
@@ -73,11 +71,11 @@ def equal(gold: str, pred: str, question: str = "") -> bool:
 
 _IN_UNITS = re.compile(r"\b(?:sq(?:uare)?\.?\s*|cubic\s*)?units?\b|单位", re.IGNORECASE)
 _U = re.compile(r"(?<=[\d)}])\s*(?:sq(?:uare)?\.?\s*)?u(?:\s*\^\s*\{?\s*[23]\s*\}?)?$")
-"""``u^2``, which abbreviates the square units of a ground truth; elsewhere ``u`` is a variable."""
+"""``u^2``: square units in a ground truth; elsewhere ``u`` is a variable."""
 
 
 def other_percent(gold: str, pred: str, question: str = "") -> bool:
-    """Return True for ``25`` beside ``25\\%``, whichever is the gold, unless the question asks for per cent."""
+    """Return True if one is ``25`` and the other ``25\\%``, unless the question asks for per cent."""
     if not (_PERCENT.search(gold) or _PERCENT.search(pred)) or _PERCENT.search(question):
         return False
     first, second = quantity(clean(gold)), quantity(_outer(clean(pred), _EQUALS)[-1])
@@ -88,8 +86,8 @@ def other_percent(gold: str, pred: str, question: str = "") -> bool:
 
 
 def _as_written_by(gold: str, pred: str) -> str:
-    """A prediction without what the gold leaves out: an option's letter, a numeral in words, the constant's other
-    name."""
+    """Drop what the gold leaves out from a prediction: option letter, numeral in words, another name of the
+    constant."""
     if not (pred[0] == "(" or pred[0].isalpha() or pred[-1] in ")cKk"):
         return pred
     if not re.search(r"[A-J]", gold) and (label := _LABEL.match(pred) or _LABEL_AFTER.search(pred)):
@@ -107,7 +105,7 @@ def _as_written_by(gold: str, pred: str) -> str:
 
 
 def _converted(gold: str, pred: str, question: str) -> bool:
-    """Return True if two values are equal in units of one dimension, unless the question asks for one of the units."""
+    """Return True if two values of one dimension are equal after conversion, unless the question asks for a unit."""
     first = quantity(gold)
     bare, unit = ("", first.unit) if first else _without_unit(gold)
     if not unit or measures.asks_for_unit(question):
@@ -131,7 +129,8 @@ def _converted(gold: str, pred: str, question: str) -> bool:
 
 
 def _echo(pred: str, question: str) -> bool:
-    """An expression that is copied from the question; a number or a name may well stand in both."""
+    """Return True if an expression is copied from the question. Numbers and names do not count: both may contain
+    them."""
     text = squash(pred)
     if len(text) < 4 or not question or not re.search(r"[+\-*/^=\\!]", text) or quantity(pred) is not None:
         return False
@@ -146,7 +145,7 @@ def _same(gold: Expression, pred: Expression) -> bool:
         return same_atom(gold.text, pred.text)
     if "logic" in (gold.kind, pred.kind):
         return _joined_by(gold) == _joined_by(pred) and _same_unordered(gold.items, pred.items)
-    if "," in gold.text + pred.text and {gold.kind, pred.kind} == {"atom", "list"}:  # 100,200 may be a list after all
+    if "," in gold.text + pred.text and {gold.kind, pred.kind} == {"atom", "list"}:  # 100,200 may be a list
         gold, pred = _as_list(gold), _as_list(pred)
     if pred.kind in ("list", "set") and _defines(gold) and not any(_EQUALS.search(item.text) for item in pred.items):
         return not pred.solutions and _same_ordered(gold.items, pred.items)
@@ -177,14 +176,14 @@ def _same(gold: Expression, pred: Expression) -> bool:
 
 
 def _joined_by(node: Expression) -> str:
-    """Sign between statements; that of the words in ``p or q``."""
+    """Return the sign that joins statements; for ``p or q``, the sign that the word stands for."""
     if node.kind != "list" or re.search("[,;]", node.text):
         return node.brackets
     return r"\lor" if node.solutions else r"\land"
 
 
 def _defines(node: Expression) -> bool:
-    """Return True for values of different names: ``x=3, y=-2``."""
+    """Return True if the node gives values to different names: ``x=3, y=-2``."""
     if node.kind != "list" or node.solutions or not all(item.kind == "atom" for item in node.items):
         return False
     names = [sides[0] for item in node.items if len(sides := _outer(item.text, _EQUALS)) == 2 and is_name(sides[0])]
@@ -192,7 +191,7 @@ def _defines(node: Expression) -> bool:
 
 
 def _as_vector(node: Expression) -> Expression:
-    """A matrix of one column or one row as a tuple."""
+    """Return a matrix of one column or one row as a tuple."""
     if node.kind != "matrix" or node.brackets != "matrix":
         return node
     rows = [row.items for row in node.items]
@@ -201,7 +200,7 @@ def _as_vector(node: Expression) -> Expression:
 
 
 def _as_matrix(node: Expression) -> Expression:
-    """``[[1,2],[3,4]]``."""
+    """Return ``[[1,2],[3,4]]`` as a matrix."""
     rows = node.items
     nested = node.brackets == "[]" and all(row.kind == "tuple" and row.brackets == "[]" for row in rows)
     return (
@@ -223,7 +222,7 @@ def _same_ordered(gold: tuple[Expression, ...], pred: tuple[Expression, ...]) ->
 
 
 def _same_unordered(gold: tuple[Expression, ...], pred: tuple[Expression, ...]) -> bool:
-    """Each gold item once among the predicted ones, none left over."""
+    """Return True if gold and predicted items match one to one, in any order."""
     if len(gold) != len(pred) or len(gold) > 40:
         return False
     rest = list(pred)
@@ -236,7 +235,7 @@ def _same_unordered(gold: tuple[Expression, ...], pred: tuple[Expression, ...]) 
 
 
 def _same_shared_name(gold: Expression, pred: Expression) -> bool:
-    """``x=1,2``: the name stands for every item."""
+    """Compare lists in which one name stands for every item: ``x=1,2``."""
     changed = [Expression(node.kind, node.text, _named(node.items)) for node in (gold, pred)]
     return (
         changed[0].items != gold.items
@@ -253,7 +252,7 @@ def _named(items: tuple[Expression, ...]) -> tuple[Expression, ...]:
 
 
 def _right_side(node: Expression) -> Expression:
-    """Value that ``(x, y) = (1, 2)`` or ``A = [0, 1]`` defines; any other node as it is."""
+    """Return the value that ``(x, y) = (1, 2)`` or ``A = [0, 1]`` defines; any other node unchanged."""
     parts = _outer(node.text, _EQUALS) if node.kind in ("atom", "union") else []
     if len(parts) != 2 or not _TUPLE_NAME.fullmatch(parts[0]):
         return node
@@ -266,14 +265,14 @@ def _outer(text: str, sign: re.Pattern[str]) -> list[str]:
 
 
 def _algebra(gold: str, pred: str) -> bool:
-    """Sets that are written with operations ("R without 3"); nothing else of unlike kinds is equal."""
+    """Compare sets written with operations ("R without 3"). Other nodes of different kinds are unequal."""
     if not re.search(r"\\(?:setminus|cup|cap|backslash)", gold + pred):
         return False
     return math_algebra.same(gold, pred)
 
 
 def same_atom(gold: str, pred: str) -> bool:
-    """Two answers without outer commas, brackets or inequality signs."""
+    """Compare two answers without outer commas, brackets or inequality signs."""
     if not gold or not pred:
         return False
     if squash(gold) == squash(pred):
@@ -293,7 +292,7 @@ def same_atom(gold: str, pred: str) -> bool:
 
 
 def _is_text(text: str) -> bool:
-    """Words rather than a product of letters."""
+    """Return True for words, False for a product of letters."""
     if re.search(r"[\d=^+*/<>\\|]", text):
         return False
     return bool(re.search(r"[A-Za-z]{3,}|[一-鿿]|[A-Za-z]{2,}\s+[A-Za-z]{2,}|^(?:no|No|NO|up|on|in|he|it|we)$", text))
@@ -309,7 +308,7 @@ def _same_time(gold: re.Match[str], pred: str) -> bool:
 
 
 def _same_equation(gold: str, pred: str) -> bool:
-    """Equations and chains of equals signs. A gold that says ``x = 2`` is not met by ``2x = 4``."""
+    """Compare equations and chains of equals signs. ``2x = 4`` does not match the gold ``x = 2``."""
     if _only_rounded(gold, pred):
         return False
     pred = re.sub(r"^\s*(?:\\approx|=)\s*(?![a-z=])", "", pred)
@@ -344,7 +343,7 @@ def _same_equation(gold: str, pred: str) -> bool:
 
 
 def _only_rounded(gold: str, pred: str) -> bool:
-    """Return True for ``\\approx 3`` beside an exact 3; a decimal may have digits enough."""
+    """Return True if ``pred`` is ``\\approx 3`` for an exact gold 3; a decimal with enough digits is accepted."""
     sides = _outer(pred, _APPROX)
     exact = quantity(gold) if len(sides) == 2 and (not sides[0] or is_name(sides[0])) else None
     value = quantity(sides[1]) if exact and exact.places is None and not exact.unit else None
@@ -352,7 +351,7 @@ def _only_rounded(gold: str, pred: str) -> bool:
 
 
 def _same_approximated(gold: str, exact: list[str]) -> bool:
-    """Return True if what stands before or behind all ``\\approx`` is the answer, and no other value stands beside it:
+    """Return True if the value before or after all ``\\approx`` is the answer and no other value appears:
     ``n = 5 \\approx 7`` would be right for both."""
     members = [part for side in exact for part in _outer(side, _EQUALS)]
     members = [_without_unit(part)[0] for part in (members[1:] if _is_lhs(members[0]) else members)]
@@ -365,7 +364,7 @@ def _same_approximated(gold: str, exact: list[str]) -> bool:
 
 
 def _is_lhs(text: str) -> bool:
-    """Something that an equation may define: a variable, ``f(x)``, ``AB``, "the area"."""
+    """Return True for a left side that an equation may define: a variable, ``f(x)``, ``AB``, "the area"."""
     if _CONDITION.match(text):
         return False
     return (
@@ -376,8 +375,8 @@ def _is_lhs(text: str) -> bool:
 
 
 def _agree(first: str, last: str, strict: bool = False) -> bool:
-    """Return True if a chain's member is a constant of the same value, so that "3 = 5" hedges nothing. ``strict``:
-    formulas too."""
+    """Return True if a member of a chain has the same constant value, since "3 = 5" hedges. ``strict``: formulas
+    too."""
     if squash(first) == squash(last):
         return True
     number, value = quantity(first), quantity(last)
@@ -385,7 +384,7 @@ def _agree(first: str, last: str, strict: bool = False) -> bool:
         return same_quantity(number, value) or _rounded(number, value)
     if not is_constant(first):
         formula = strict and not _is_text(first) and not math_algebra.unevaluated("", first)
-        return not formula or math_algebra.same(last, first)  # else only its value is the answer
+        return not formula or math_algebra.same(last, first)  # without a formula only the value is the answer
     if value and value.places is not None:
         exact = math_algebra.expression(first) if math_algebra.tractable(first) else None
         return exact is not None and _close(exact, value)
@@ -393,7 +392,7 @@ def _agree(first: str, last: str, strict: bool = False) -> bool:
 
 
 def _rounded(first: Quantity, last: Quantity) -> bool:
-    """A decimal after \\approx may have few digits."""
+    """Return True if one number is the other rounded; a decimal after \\approx may have few digits."""
     places = [quantity.places for quantity in (first, last) if quantity.places is not None]
     return bool(places) and abs(first.value - last.value) * 2 * 10 ** min(places) <= 1
 
@@ -406,12 +405,12 @@ def _close(exact: object, decimal: Quantity) -> bool:
 
 
 def _identity(chain: list[str]) -> bool:
-    """Return True if ``(x+1)^2 = x^2+2x+1`` holds, so that its last member is its value."""
+    """Return True if ``(x+1)^2 = x^2+2x+1`` holds; the last member is then the value."""
     return all(math_algebra.same(part, chain[-1]) for part in chain[:-1])
 
 
 def _same_value(gold: str, pred: str, strict: bool = True) -> bool:
-    """Numbers and expressions with their units. ``strict`` refuses a sum that nobody has worked out."""
+    """Compare numbers and expressions with their units. ``strict`` refuses a sum that is not worked out."""
     first, second = quantity(gold), quantity(pred)
     if first and second:
         return trace.compared("numbers with units", gold, pred, same_quantity(first, second))
@@ -419,7 +418,7 @@ def _same_value(gold: str, pred: str, strict: bool = True) -> bool:
 
 
 def _same_expression(gold: str, pred: str, first: Quantity | None, second: Quantity | None, strict: bool) -> bool:
-    """Expressions of which at most one is a written number."""
+    """Compare expressions, at most one of them a written number."""
     if not first and not second:
         gold, gold_unit = _without_unit(gold)
         pred, pred_unit = _without_unit(pred)
@@ -453,7 +452,7 @@ _TRAILING_UNIT = re.compile(
 
 
 def _without_unit(text: str) -> tuple[str, str]:
-    """An expression and the known unit after it: ``12\\pi cm`` -> (``12\\pi``, ``cm``)."""
+    """Split an expression from a known unit after it: ``12\\pi cm`` -> (``12\\pi``, ``cm``)."""
     match = _TRAILING_UNIT.fullmatch(text)
     if match is None:
         return text, ""

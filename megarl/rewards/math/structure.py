@@ -1,4 +1,4 @@
-"""An answer taken apart at its outermost commas, brackets and inequality signs, so that only its atoms need algebra."""
+"""Split an answer at its outermost commas, brackets and inequality signs, so that only its atoms need algebra."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CASES = re.compile(
     re.DOTALL,
 )
 _POINT = re.compile(r"([AD-MO-TV-Z]'?)\s*(\(.*\))", re.DOTALL)
-"""A point with its name; N(0,1), U(0,1), B(n,p) and C(5,2) are none."""
+"""A named point. N(0,1), U(0,1), B(n,p) and C(5,2) are not points."""
 _NO_SOLUTION = (
     "\\emptyset",
     "no solution",
@@ -53,13 +53,13 @@ class Expression:
     brackets: str = ""
     """Opening and closing bracket of a tuple; the kind of a matrix; the sign that joins statements."""
     name: str = ""
-    """The variable that lies in it: of an inequality or ``x \\in``."""
+    """Variable of an inequality or of ``x \\in``."""
     solutions: bool = False
-    """A list joined by "or"."""
+    """True for a list joined by "or"."""
 
 
 def split(text: str, separators: set[str]) -> list[str] | None:
-    """Parts between separators outside all brackets; None for brackets that do not match or nest too deep."""
+    """Split ``text`` at separators outside all brackets; None if brackets do not match or nest too deeply."""
     parts, start, depth = [], 0, 0
     for match in _TOKEN.finditer(text):
         token = match.group()
@@ -76,7 +76,7 @@ def split(text: str, separators: set[str]) -> list[str] | None:
 
 
 def parse(text: str, depth: int = 0) -> Expression:
-    """The structure of a cleaned answer. What is not understood is an atom."""
+    """Parse a cleaned answer. Text that is not understood becomes an atom."""
     text = text.strip()
     if depth > 4 or not text:
         return Expression("atom", text)
@@ -125,7 +125,8 @@ def _alternatives(text: str, depth: int) -> Expression | None:
 
 
 def _logic(text: str, depth: int) -> Expression | None:
-    """Statements that ``\\lor`` joins, or else ``\\land``, which binds more; None beside signs that bind less."""
+    """Parse statements joined by ``\\lor``, else by ``\\land``, which binds tighter; None if signs that bind looser
+    occur."""
     if len(split(text, _IMPLIES) or ()) != 1:
         return None
     for sign in (r"\lor", r"\land"):
@@ -136,7 +137,7 @@ def _logic(text: str, depth: int) -> Expression | None:
 
 
 def _both(items: tuple[Expression, ...]) -> Expression | None:
-    """``x \\geq 0 and x < 1`` as an interval."""
+    """Return ``x \\geq 0 and x < 1`` as an interval."""
     if (
         len(items) != 2
         or any(item.kind != "tuple" or not item.name for item in items)
@@ -150,7 +151,7 @@ def _both(items: tuple[Expression, ...]) -> Expression | None:
 
 
 def _cases(text: str, depth: int) -> Expression | None:
-    """The equations of a system's solution, one on each line."""
+    """Parse the solution of a system of equations, one equation per line."""
     match = _CASES.fullmatch(text)
     if match is None or "&" in match[1] or r"\begin" in match[1]:
         return None
@@ -165,7 +166,7 @@ def _point(text: str, depth: int) -> Expression | None:
 
 
 def _protected(text: str) -> str:
-    """Commas inside numbers out of the splitter's way: all in a bare list, in brackets only beside ", "."""
+    """Hide commas inside numbers from the splitter: all in a bare list, in brackets only next to ", "."""
     return re.sub(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?!\d)(?!,\d)", lambda match: match.group().replace(",", "\0"), text)
 
 
@@ -196,7 +197,7 @@ _TRANSPOSED = re.compile(r"(.*[)\]}])\s*\^\s*(?:T|\\top|\\intercal|\{\s*(?:T|\\t
 
 
 def _transposed(text: str, depth: int) -> Expression | None:
-    """``(1,2,3)^T`` as a matrix of one column, and ``A^T`` of a matrix that is written out."""
+    """Parse ``(1,2,3)^T`` as a matrix of one column, and transpose a written matrix."""
     match = _TRANSPOSED.fullmatch(text) if text[-1] in "Tp}l" and "^" in text else None
     node = (_matrix(match[1].strip(), depth) or _bracketed(match[1].strip(), depth)) if match else None
     if node is None or node.kind not in ("tuple", "matrix") or node.brackets not in ("()", "[]", "matrix"):
@@ -230,7 +231,7 @@ def is_name(text: str) -> bool:
 
 
 def is_constant(text: str) -> bool:
-    """Without variables, as far as its letters tell."""
+    """Return True if the letters of ``text`` show no variable."""
     rest = re.sub(r"\\[a-zA-Z]+|(?<![A-Za-z])[ei](?![A-Za-z])", "", text)
     return not re.search(r"[A-Za-z]", rest) and r"\theta" not in text
 

@@ -1,4 +1,4 @@
-"""Mathematics with a final answer. What is accepted: docs/rewards_math.md."""
+"""Verifier for mathematics with a final answer. Accepted forms: docs/rewards_math.md."""
 
 from __future__ import annotations
 
@@ -18,15 +18,14 @@ from megarl.rewards.answer.normalize import clean
 from megarl.rewards.math.compare import MAX_ANSWER, equal, other_percent
 
 TIME_LIMIT_S = 3.0
-"""CPU time of one verification: a verdict does not depend on the machine's load. ``reward.timeout_s`` limits the wall
-time."""
+"""CPU seconds per verification, so that a verdict does not depend on load. ``reward.timeout_s`` limits wall time."""
 FORMATS = {
     "any": "a final answer in any form: of a box, a tag and #### the last, else the last answer line or sentence",
     "box": "the last box",
     "hashes": "the last #### line",
     "line": "the last Answer: line, else a final answer in any form",
 }
-"""``answer_format`` -> the answer that it asks for."""
+"""``answer_format`` -> description of the answer that it reads."""
 MathScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
 
@@ -34,18 +33,18 @@ _struck = False
 
 
 class OutOfTime(BaseException):
-    """Timeout of a verification. No Exception, which SymPy and math-verify would swallow."""
+    """Timeout of a verification. Not an Exception, which SymPy and math-verify would swallow."""
 
 
 def interrupted() -> bool:
-    """Return True if a time limit has struck in this process: SymPy may keep what it had half computed."""
+    """Return True if a time limit has interrupted SymPy in this process: its caches may hold partial results."""
     return _struck
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the block after ``seconds`` of CPU time, and again until it ends. RuntimeError off the main
-    thread."""
+    """Raise OutOfTime in the block after ``seconds`` of CPU time, repeatedly until it ends. Raises RuntimeError outside
+    the main thread."""
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError(
             "the math verifier limits its time with signals: call it in a process's main thread, as reward workers do"
@@ -66,17 +65,17 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 
 def verdict(status: str, pred: str, message: str = "", parts: Mapping[str, float] | None = None) -> dict[str, Any]:
-    """The dict that a scorer returns."""
+    """Return a scorer's result dict."""
     right = status == "ok"
     result = {"score": float(right), "acc": right, "status": status, "pred": pred[:200], "extracted": float(bool(pred))}
     return result | dict(parts or {}) | ({"message": message} if message else {})
 
 
 def out_of_time(pred: str, compare: Callable[[], Any]) -> dict[str, Any]:
-    """The verdict over a response past the time limit: wrong; timeout where the row is at fault.
+    """Return the verdict on a response that ran out of time: ``wrong``, or ``timeout`` if the row itself is too slow.
 
     Args:
-        compare: Compares the ground truth with an answer that costs nothing.
+        compare: Compares the ground truth with a trivial answer.
     """
     try:
         with time_limit(TIME_LIMIT_S):
@@ -89,9 +88,9 @@ def out_of_time(pred: str, compare: Callable[[], Any]) -> dict[str, Any]:
 
 
 def listed(ground_truth: Any) -> Any:
-    """A list that was written as JSON, as columns of one type must; all else as it is.
+    """Decode a list that was written as JSON, as columns of one type require; return anything else unchanged.
 
-    Only a list with a text in it, at any depth: ``[3, 4]`` is an interval. Of texts, numbers and lists of them.
+    Only lists of texts, numbers and lists, with at least one text at any depth: ``[3, 4]`` is an interval.
     """
     if not isinstance(ground_truth, str) or not ground_truth.lstrip().startswith("[") or '"' not in ground_truth:
         return ground_truth
@@ -105,8 +104,7 @@ def listed(ground_truth: Any) -> Any:
 
 
 def check_listed(ground_truth: Any) -> None:
-    """Raise DataError for what begins as a JSON list of texts and is none, as backslashes that are not doubled make
-    it."""
+    """Raise DataError for a text that begins like a JSON list of texts but is none, e.g. with undoubled backslashes."""
     if not isinstance(ground_truth, str) or not ground_truth.lstrip().startswith('["'):
         return
     read = listed(ground_truth)
@@ -122,8 +120,8 @@ def check_listed(ground_truth: Any) -> None:
 
 
 def golds_of(ground_truth: Any) -> list[str]:
-    """The accepted answers of a row: a number, a text, the box or ``####`` line of a solution, or a list of these (also
-    as JSON)."""
+    """Return a row's accepted answers: a number, a text, a solution's box or ``####`` line, or a list of these (also
+    JSON)."""
     ground_truth = listed(ground_truth)
     values = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
     return [gold for value in values if (gold := _gold(value))]
@@ -141,7 +139,7 @@ def _gold(value: Any) -> str:
 
 def _format(info: Mapping[str, Any], default: str) -> str:
     given = info.get("answer_format")
-    if given is not None and given not in FORMATS:  # parquet fills the key of one row into all, with None
+    if given is not None and given not in FORMATS:  # parquet fills a key of one row into all rows, with None
         raise DataError(f"extra_info.answer_format {given!r:.40}: expected one of {', '.join(FORMATS)}")
     return default if given is None else str(given)
 
@@ -154,7 +152,7 @@ def _golds(ground_truth: Any) -> list[str]:
 
 
 def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
-    """Raise DataError for a row that no answer could be right for. Reads texts only: about 0.1 ms, no SymPy."""
+    """Raise DataError for a row that no answer can satisfy. Reads texts only: about 0.1 ms, no SymPy."""
     _format(extra_info if isinstance(extra_info, Mapping) else {}, "any")
     check_listed(ground_truth)
     for gold in _golds(ground_truth):
@@ -167,9 +165,9 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
 def score(
     solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None, answer_format: str = "any"
 ) -> dict[str, Any]:
-    """1.0 if the final answer is right (any of several golds), else 0.0, also past the time limit.
+    """Return score 1.0 if the final answer equals any gold, else 0.0, also past the time limit.
 
-    The status is ``error`` without a gold, and ``timeout`` for a gold that takes as long by itself.
+    The status is ``error`` without a gold, and ``timeout`` if the gold alone takes too long.
     """
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
@@ -187,20 +185,21 @@ def score(
     except OutOfTime:
         return out_of_time(pred, lambda: [equal(gold, "0", "") for gold in golds])
     except RecursionError:
-        return verdict("wrong", pred)  # nested deeper than any answer
+        return verdict("wrong", pred)  # nested deeper than any real answer
     return verdict("ok" if right else "wrong", pred)
 
 
 @functools.cache
 def _warm() -> None:
-    """Import SymPy and math-verify and parse something, so that no answer pays for it."""
+    """Import SymPy and math-verify and parse one expression, so that the first answer does not pay for the imports."""
     from megarl.rewards.math import algebra as math_algebra
 
     math_algebra.same(r"\frac{x}{2}", "0.5x")
 
 
 def scorer(rest: str) -> MathScorer:
-    """The scorer of ``math`` and ``math/<anything>``. Raises DataError for ``mathematics`` and the like."""
+    """Return the scorer of ``math`` and ``math/<anything>``. Raises DataError for other names such as
+    ``mathematics``."""
     if rest and rest[0] not in "/_-.":
         raise DataError(
             f"data_source 'math{rest}' has no verifier; call it math/{rest} to have it scored as mathematics, or set "
@@ -210,22 +209,22 @@ def scorer(rest: str) -> MathScorer:
 
 
 def named(rest: str) -> MathScorer:
-    """The scorer of a known data set's rows, whatever follows its prefix."""
+    """Return the scorer of a known data set's rows; ``rest`` of the name is ignored."""
     return _scorer("any")
 
 
 def lined(rest: str) -> MathScorer:
-    """Score as ``named`` does; the last ``Answer:`` line counts before any box, as DAPO's prompt asks."""
+    """Return the scorer that prefers the last ``Answer:`` line to a box, as DAPO's prompt asks; else like ``named``."""
     return _scorer("line")
 
 
 def boxed(rest: str) -> MathScorer:
-    """Score as ``named`` does; only a box counts, as with verl for MATH."""
+    """Return the scorer that reads boxes only, as verl's scorer for MATH does."""
     return _scorer("box")
 
 
 def gsm8k(rest: str) -> MathScorer:
-    """Score as ``named`` does; only ``#### answer`` counts, as with verl for GSM8K."""
+    """Return the scorer that reads ``#### answer`` only, as verl's scorer for GSM8K does."""
     return _scorer("hashes")
 
 

@@ -1,5 +1,4 @@
-"""Test that a constant has been worked out, and is not the task that gives it: ``17^1+23`` for 40, ``2 \\cdot 12\\pi``
-for ``24\\pi``."""
+"""Check that a constant is worked out, not the task itself: ``17^1+23`` for 40, ``2 \\cdot 12\\pi`` for ``24\\pi``."""
 
 from __future__ import annotations
 
@@ -25,12 +24,12 @@ _QUOTIENT = re.compile(
     rf"(?P<top2>{_PRODUCT})(?:\s*/\s*(?P<bottom2>{_FACTOR}))?)"
 )
 _BINOMIAL = re.compile(r"\\[dt]?binom(?!\s*(?:\{\s*\w+\s*\}|\d)\s*(?:\{\s*\w+\s*\}|\d))")
-"""Binomial with anything but numbers or letters in it; math-verify evaluates binomials as it parses."""
+"""Binomial of anything but numbers or letters: math-verify evaluates binomials while parsing."""
 
 
 def closed_number(text: str) -> bool:
-    """A power, factorial, binomial, or product or quotient of coprime powers with at most one more whole number on each
-    side."""
+    """Return True for a power, factorial, binomial, or a product or quotient of coprime powers with at most one other
+    whole number on each side."""
     if match := _POWER.fullmatch(text):
         trivial = ("0", "1", "-0") if re.match(r"[+-]?\s*\d+\s*\^", text) else ("0", "1", "-0", "-1")
         return (match["digit"] or match["exponent"] or "") not in trivial
@@ -63,8 +62,8 @@ def _coprime(bases: list[int]) -> bool:
 
 
 def stands_for(number: Quantity, text: str) -> bool:
-    """Return True if an expression may stand for a written number: a closed form of it, or, for a decimal, an
-    irrational that is worked out."""
+    """Return True if an expression may replace a written number: a closed form, or, for a decimal, a worked-out
+    irrational."""
     if closed_number(text):
         return True
     if number.places is None or not worked_out(text):
@@ -79,8 +78,8 @@ def stands_for(number: Quantity, text: str) -> bool:
 
 
 def worked_out(text: str) -> bool:
-    """Return True if nothing in a constant is left to add, multiply or evaluate. True of everything with variables, and
-    of what is none."""
+    """Return True if a constant has nothing left to add, multiply or evaluate. Also True for expressions with variables
+    and text that is no expression."""
     if not math_algebra.tractable(text):
         return True
     if _BINOMIAL.search(text):
@@ -88,7 +87,7 @@ def worked_out(text: str) -> bool:
     try:
         return _worked(math_algebra.expression(text, unevaluated=True))
     except math_algebra.FAULTS:
-        return True  # it equals nothing either
+        return True  # it equals no answer anyway
 
 
 def _worked(value: Any) -> bool:
@@ -115,7 +114,7 @@ def _worked(value: Any) -> bool:
 
 
 def _terms(value: Any) -> Iterator[Any]:
-    """Terms of sums in sums, and in -(…) and 2(…)."""
+    """Yield the terms of a sum, also of nested sums and sums in -(…) and 2(…)."""
     if value.is_Add:
         for term in value.args:
             yield from _terms(term)
@@ -130,7 +129,7 @@ def _terms(value: Any) -> Iterator[Any]:
 
 
 def _factors(value: Any) -> Iterator[Any]:
-    """Factors of products in products, and below a fraction's line (each to the power of -1)."""
+    """Yield the factors of a product, also of nested products and of denominators (each to the power of -1)."""
     if value.is_Mul:
         for factor in value.args:
             yield from _factors(factor)
@@ -148,7 +147,7 @@ def _inverse(factor: Any) -> Any:
 
 
 def _value(value: Any) -> Any:
-    """Evaluated; decimals as fractions, i and e as constants."""
+    """Evaluate: decimals become fractions, i and e constants."""
     import sympy
 
     changes = {decimal: sympy.Rational(str(decimal)) for decimal in value.atoms(sympy.Float)}
@@ -161,8 +160,8 @@ def _rational(value: Any) -> bool:
 
 
 def _closed(factors: list[Any]) -> bool:
-    """Return True if rational factors are one number or fraction, with powers that are coprime to it and to each other,
-    and factorials."""
+    """Return True if rational factors are one number or fraction, and powers coprime to it and each other, and
+    factorials."""
     import sympy
 
     above, below, bases, powers = 0, 0, [], False

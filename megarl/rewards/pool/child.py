@@ -1,7 +1,7 @@
-"""The process that runs a reward function, as its owner sees it: a socket, an exit status, and an end that spares
-nothing it started.
+"""Process of a reward function as seen by its owner: a socket, an exit status, and a kill that includes its
+descendants.
 
-It is forked from a process that has imported megarl's verifiers (``core/processes/fork.py``), or else started.
+It is forked from a process that has imported megarl's verifiers (``core/processes/fork.py``), or else started directly.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ WORKER = "megarl.rewards.pool.worker"
 PRELOAD = ("megarl.core.user_file", "megarl.rewards")
 """Modules that every worker imports."""
 SOCKET = "MEGARL_REWARD_SOCKET"
-"""Variable with the number of its socket."""
+"""Environment variable with the file descriptor of the process's socket."""
 STDERR = 2
 END_S = 10.0
-"""Longest wait for a killed process; one inside a system call of a broken disk or driver ends later, or never."""
+"""Maximum seconds to wait for a killed process; in a system call of a broken disk or driver it ends later, or never."""
 DRAIN_S = 0.1
-"""Seconds for which the last output of an ended process is read: what it forked may keep its socket open."""
+"""Seconds to read the last output of an ended process: its descendants may keep the socket open."""
 LOOK_S = 0.1
 """Seconds between two polls of a process if Linux cannot report its end."""
 servers: dict[tuple[int, tuple[str, ...]], ForkServer] = {}
-"""Fork servers of a process, by its id and the modules that they have imported."""
+"""Fork servers, by the id of the process that uses them and their imported modules."""
 _roots: dict[int, ForkRoot] = {}
-"""Roots of fork servers, by the id of the process that uses the servers."""
+"""Roots of fork servers, by the id of the process that uses them."""
 
 
 class RewardProcess:
-    """A ``megarl.rewards.pool.worker`` in a process group of its own. It ends with the thread that started it.
+    """A ``megarl.rewards.pool.worker`` in a separate process group. It ends with the thread that started it.
 
-    It is connected by a socket and not by pipes: asyncio's ``Process.wait`` waits for the end of every pipe, which a
-    process that was forked from it may hold open.
+    It is connected by a socket instead of pipes: asyncio's ``Process.wait`` waits for the end of every pipe, which a
+    process forked from it may keep open.
     """
 
     def __init__(
@@ -62,13 +62,13 @@ class RewardProcess:
 
     @classmethod
     async def start(cls, limit: int, output: PrintedOutput | None = None, modules: Sequence[str] = ()) -> Self:
-        """Start one whose lines have at most ``limit`` bytes. Its printed output goes to ``output``, else to stderr.
+        """Start a process with lines of at most ``limit`` bytes. Its printed output goes to ``output``, else to stderr.
 
         Args:
-            modules: Those that its verifiers import late.
+            modules: Modules that its verifiers import late.
 
         Raises:
-            OSError: the machine has no room for another process.
+            OSError: the machine cannot start another process.
         """
         server = await server_of((*PRELOAD, *modules))
         ours, its = socket.socketpair()
@@ -107,14 +107,14 @@ class RewardProcess:
 
 
 def fork_root() -> None:
-    """Fork the fork servers of this process from it as it is now, before it has threads: they have its imports."""
+    """Fork a root for this process's fork servers now: with its imports, before it has threads."""
     _roots[os.getpid()] = ForkRoot()
 
 
 async def server_of(modules: tuple[str, ...]) -> ForkServer:
     """Return the fork server of this process with these imports, once it is ready or has failed."""
     server = servers.get((os.getpid(), modules))
-    if server is None or (server.closed and server.imported):  # it was killed; imports that fail would do so again
+    if server is None or (server.closed and server.imported):  # it was killed; failing imports would fail again
         root = _roots.get(os.getpid())
         server = root.server(modules, os.environ) if root is not None else None
         server = servers[os.getpid(), modules] = server or ForkServer.start(modules, os.environ)
@@ -161,7 +161,7 @@ async def _ended(process: subprocess.Popen[bytes] | Forked) -> None:
     loop.add_reader(descriptor, ended.set)
     try:
         await ended.wait()
-    except asyncio.CancelledError:  # the loop ends first: no zombie is left all the same
+    except asyncio.CancelledError:  # the loop ends first: leave no zombie
         threading.Thread(target=process.wait, args=(math.inf,), daemon=True, name="reward process").start()
         raise
     finally:

@@ -1,9 +1,8 @@
-"""``megarl rewards serve``: worker processes for a job's pool on another machine. One connection, one process; it ends
-with it.
+"""``megarl rewards serve``: worker processes for a job's pool on another machine. Each connection has one process,
+which ends with it.
 
-At the start of a connection both sides prove that they know the key (``proof.py``); without that nothing is started.
-Then lines go to and from the process as they are, so its protocol is that of ``worker.py``. A last line
-reports a process that has computed for too long.
+Both sides first prove that they know the key (``proof.py``); no process starts before. Then lines are forwarded
+unchanged, in the protocol of ``worker.py``. A last line reports a process that has computed for too long.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ log = logging.getLogger(__name__)
 
 MIN_KEY = 16
 GREETING_BYTES = 2**14
-"""Limit of the line with the proof: bytes that an unauthenticated client can make this process keep."""
+"""Maximum bytes of the proof line, which this process buffers for an unauthenticated client."""
 
 
 class RewardHost:
     """Accepts connections until closed. Use as an async context manager.
 
     Args:
-        port: 0 takes a free one, see ``port``.
-        workers: Processes at once; further connections are refused, with the reason.
-        output: For what reward functions print; without one it goes to stderr.
+        port: 0 selects a free port, see ``port``.
+        workers: Maximum concurrent processes; further connections are refused with the reason.
+        output: Receives what reward functions print; by default it goes to stderr.
 
     Raises:
         ValueError: the key is shorter than 16 characters.
@@ -71,7 +70,7 @@ class RewardHost:
 
     @property
     def busy(self) -> int:
-        """Running processes."""
+        """Number of running processes."""
         return len(self._open)
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -95,7 +94,7 @@ class RewardHost:
             writer.close()
 
     async def _refusal(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
-        """Check the caller's proof and send this host's."""
+        """Check the caller's proof and send this host's. Return the reason for a refusal, or None."""
         mine = proof.challenge()
         with contextlib.suppress(ValueError, TypeError, KeyError, OSError, RecursionError):
             async with asyncio.timeout(CONNECT_S):
@@ -117,7 +116,7 @@ class RewardHost:
         finally:
             for way in ways:
                 way.cancel()
-            await process.end()  # kills before it waits, so that a cancellation here leaves nothing behind
+            await process.end()  # kills before it waits, so that a cancellation here leaves no process behind
             await asyncio.gather(*ways, return_exceptions=True)
 
 

@@ -1,5 +1,4 @@
-"""Scores answers while others are still being generated: in worker processes of which one may hang or die at any
-time."""
+"""Score answers while others are still being generated, in worker processes that may hang or die at any time."""
 
 from __future__ import annotations
 
@@ -43,36 +42,36 @@ log = logging.getLogger(__name__)
 KNOWN = 4096
 """Number of cached verdicts; answers of a group end within seconds of each other."""
 USER = "user"
-"""The verifier's name where ``reward.path`` is set."""
+"""Name of the verifier if ``reward.path`` is set."""
 
 
 class Verdict(NamedTuple):
-    """A reward and, for an error or timeout, what happened. Without a verdict the score is NaN, never a silent 0."""
+    """A reward and, for an error or timeout, the reason. Without a verdict the score is NaN, never 0."""
 
     reward: Reward
     message: str | None = None
     reported: bool = False
-    """The message is what the function itself returned with its status, not a failure of the function."""
+    """True if the function itself returned the message with its status; False if the function failed."""
     verifier: str = ""
     """Family of the verifier."""
     seconds: float = 0.0
-    """Seconds in the verifier, over all tries."""
+    """Seconds in the verifier over all tries."""
     waited_s: float = 0.0
-    """Seconds of waiting for a free worker, over all tries."""
+    """Seconds of waiting for a free worker over all tries."""
     tries: int = 1
     kills: int = 0
     """Workers that died or hung on this answer."""
     verified: float | None = None
-    """The verifier's own score where weights have made another one of it."""
+    """The verifier's score if weights have changed it."""
 
     @property
     def own_score(self) -> float:
-        """The verifier's score, before ``reward.weight`` and rewards for how an answer is written."""
+        """Score of the verifier, before ``reward.weight`` and rewards for an answer's form."""
         return self.reward.score if self.verified is None else self.verified
 
     @property
     def record(self) -> dict[str, Any]:
-        """Entry of the trajectory beside the reward, for the metrics of each verifier."""
+        """Entry of the trajectory for each verifier's metrics, in addition to the reward."""
         return {
             "verifier": self.verifier,
             "seconds": round(self.seconds, 5),
@@ -95,15 +94,15 @@ class Judging(Protocol):
 
 
 class RewardPool:
-    """``reward.workers`` processes here and those of ``reward.hosts``. Use as an async context manager.
+    """``reward.workers`` processes here and the processes of ``reward.hosts``. Use as an async context manager.
 
     Args:
-        judge: Takes the answers of family ``judge``, which wait rather than compute.
+        judge: Scores the answers of family ``judge``, without a worker.
         key: The job's key, for ``reward.hosts``.
-        output: File for what reward functions print, kept short; without one it goes to stderr.
-        sources: Data sources of tasks to come: workers import their verifiers at once, not with the first answer.
+        output: Size-limited file for what reward functions print; by default it goes to stderr.
+        sources: Data sources of future tasks: workers import their verifiers at the start, not with the first answer.
 
-    Raises ConfigError on entering when ``reward.path`` cannot be used, or a host of ``reward.hosts`` not be reached.
+    Raises ConfigError on entering if ``reward.path`` is unusable or a host of ``reward.hosts`` is unreachable.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class RewardPool:
         processes: list[WorkerProcess] = [LocalRewardProcess(self._output, modules) for _ in range(config.workers)]
         processes += [RemoteRewardProcess(address, key) for address in addresses(config.hosts)]
         self.workers = [Worker(config, process) for process in processes]
-        """Workers here, then those of ``reward.hosts``."""
+        """Workers on this machine, then workers of ``reward.hosts``."""
         self.queue = WorkerQueue(len(self.workers), config.timeout_s)
         self._preparing: list[asyncio.Task[None]] = []
         self._quarantine: set[bytes] = set()
@@ -143,8 +142,8 @@ class RewardPool:
         return self
 
     async def _prepare(self, worker: Worker) -> None:
-        """Give a worker to the queue once it has the verifiers of ``sources``. What it cannot have is met, and
-        reported, by the first answer that needs it."""
+        """Add a worker to the queue once it has imported the verifiers of ``sources``. A failed import is reported by
+        the first answer that needs the verifier."""
         own = [source for source in self._sources if self._judge is None or _verifier(self._config, source) != JUDGE]
         try:
             for source in own:
@@ -166,7 +165,7 @@ class RewardPool:
         return [worker.pid for worker in self.workers if worker.pid is not None]
 
     async def close(self) -> None:
-        """End every worker, busy or not. Waiting answers get no verdict."""
+        """End every worker, busy or idle. Waiting answers get no verdict."""
         for task in self._preparing:
             task.cancel()
         await asyncio.gather(*self._preparing, return_exceptions=True)
@@ -178,9 +177,9 @@ class RewardPool:
     async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict:
         """Score one answer. Errors of the reward function are not raised, but become the verdict's status.
 
-        An answer without a verdict, while there are workers, is tried again as ``reward.retries`` and
-        ``reward.max_kills`` allow. megarl's verifiers score equal answers to one task once, where their verdict depends
-        on nothing else. A function of the user, the judge, and programs, which have a time limit, are asked for each.
+        An answer without a verdict is retried while there are workers, within ``reward.retries`` and
+        ``reward.max_kills``. Equal answers to one task are scored once by megarl's verifiers if the verdict depends on
+        nothing else. A user's function, the judge, and programs (which have a time limit) are called for each answer.
 
         Args:
             in_thinking: The prompt ended inside a thought (``shape.opens_thinking``).
@@ -216,7 +215,7 @@ class RewardPool:
         return verdict
 
     async def _score(self, task: Task, request: dict[str, Any], key: bytes, verdict: Verdict) -> Verdict:
-        """Verdict of one answer, from a worker or the judge; ``verdict`` has its verifier."""
+        """Return the verdict on one answer, from a worker or the judge; ``verdict`` has its verifier."""
         if verdict.verifier == JUDGE and self._judge is not None:
             with self.tally.waiting():
                 verdict = await self._judged(self._judge, request, verdict)
@@ -248,7 +247,7 @@ class RewardPool:
             log.warning("task %s: reward %s: %s; trying again", task.task_id, verdict.reward.status, verdict.message)
 
     async def _judged(self, judge: Judging, request: dict[str, Any], verdict: Verdict) -> Verdict:
-        """Ask the judge, which has its own limits and tries."""
+        """Return the judge's verdict; the judge has separate limits and retries."""
         began = time.monotonic()
         text, question = request["solution_str"], request["question"]
         answer = as_written(text, request["in_thinking"])
@@ -257,7 +256,7 @@ class RewardPool:
         return found._replace(verifier=verdict.verifier, seconds=time.monotonic() - began)
 
     async def _try(self, request: dict[str, Any], before: Verdict) -> Verdict:
-        """Make one try on the next free worker; counts and times are added to those of the tries ``before``."""
+        """Make one try on the next free worker; add its counts and times to those of the earlier tries, ``before``."""
         asked = time.monotonic()
         worker = await self.queue.take()
         began, limit = time.monotonic(), START_TIMEOUT_S
@@ -300,7 +299,7 @@ _NONE = Reward(math.nan, "error")
 
 
 def _verifier(config: RewardConfig, data_source: str) -> str:
-    """Family of the verifier; "" where there is none, which a worker reports."""
+    """Return the family of the verifier; "" if there is none, which a worker then reports."""
     if config.path is not None:
         return USER
     with contextlib.suppress(DataError):
@@ -309,7 +308,7 @@ def _verifier(config: RewardConfig, data_source: str) -> str:
 
 
 def _wrong(request: dict[str, Any], config: RewardConfig) -> Verdict:
-    """The verdict over a response that one of megarl's verifiers cannot judge in time."""
+    """Return the verdict on a response that one of megarl's verifiers cannot score in time."""
     text, question, in_thinking = (request[name] for name in ("solution_str", "question", "in_thinking"))
     return _of_reply(weighed({"score": 0.0, "status": "wrong"}, text, question, in_thinking, config))
 

@@ -1,5 +1,4 @@
-"""The file for what reward functions print: neither the protocol nor the terminal has room for it, and it must not fill
-a disk."""
+"""File for what reward functions print, kept apart from the protocol and the terminal, and limited in size."""
 
 from __future__ import annotations
 
@@ -18,14 +17,14 @@ log = logging.getLogger(__name__)
 
 MAX_BYTES = 16 * 2**20
 KEPT_BYTES = 2**16
-"""Bytes kept of a file that would grow beyond MAX_BYTES: its end."""
+"""Bytes kept from the end of a file that would grow beyond MAX_BYTES."""
 EVERY_S = 60.0
 """Seconds between two warnings that the file cannot be written."""
 PIPE_BYTES = 2**20
 
 
 class PrintedOutput:
-    """Reward processes print into a pipe, which the event loop copies to the file ``path``, at most MAX_BYTES of it."""
+    """Pipe for the output of reward processes; the event loop copies it to the file ``path`` of at most MAX_BYTES."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -47,7 +46,7 @@ class PrintedOutput:
     def _open(self) -> tuple[int, int]:
         self._ends = os.pipe()
         os.set_blocking(self._ends[0], False)
-        with contextlib.suppress(OSError):  # the user's pipes may have a limit; the usual 64 KiB do as well
+        with contextlib.suppress(OSError):  # the user's pipes may have a limit; the default 64 KiB suffice
             fcntl.fcntl(self._ends[1], fcntl.F_SETPIPE_SZ, PIPE_BYTES)
         asyncio.get_running_loop().add_reader(self._ends[0], self.drain)
         return self._ends
@@ -76,7 +75,7 @@ class PrintedOutput:
                 self._warn(error)
 
     def _append(self, data: bytes) -> None:
-        """Write to the end of the file; first drop all but the end of one that would be too long. Raises OSError."""
+        """Append to the file, first dropping all but its end if it would become too long. Raises OSError."""
         with self._path.open("a+b", buffering=0) as file:
             size = file.seek(0, os.SEEK_END)
             if size + len(data) > MAX_BYTES:

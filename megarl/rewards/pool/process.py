@@ -1,5 +1,4 @@
-"""A worker process as its pool sees it, on this machine or another: asked one thing at a time, ended when it does not
-answer."""
+"""Worker process of a pool, on this machine or another: it gets one request at a time and is killed after a timeout."""
 
 from __future__ import annotations
 
@@ -21,8 +20,7 @@ from megarl.rewards.pool.child import RewardProcess
 from megarl.rewards.pool.printed_output import PrintedOutput
 
 START_TIMEOUT_S = 120.0
-"""Seconds for starting Python and importing a verifier on a loaded machine; the task's own limit is
-``reward.timeout_s``."""
+"""Seconds to start Python and import a verifier on a loaded machine; the limit of a verdict is ``reward.timeout_s``."""
 CONNECT_S = 10.0
 MAX_LINE_BYTES = 2**24
 CALLER, HOST = "reward caller", "reward host"
@@ -30,12 +28,12 @@ CALLER, HOST = "reward caller", "reward host"
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 60_000}
 VERDICT_FIELDS = {"score", "status", "parts"}
 CPUCLOCK_SCHED = 2
-"""Kind of Linux's clock id of a process, as ``clock_getcpuclockid(3)`` makes it of its pid."""
+"""Clock type in Linux's clock id of a process, which ``clock_getcpuclockid(3)`` computes from the pid."""
 BUSY_SHARE = 0.25
-"""Share of ``reward.timeout_s`` that a worker must have computed for, where it has no verdict in that time and the
-response is at fault; a worker that waits, or gets no processor, has computed less."""
+"""Share of ``reward.timeout_s`` that a worker must have computed for a timeout to be the response's fault; a worker
+that waits, or gets no processor, has computed less."""
 CPU_SPENT = -signal.SIGVTALRM
-"""Exit status of a process that has computed a verdict of megarl's for as long as a response may take."""
+"""Exit status of a process that used all the CPU time that a response may take in megarl's verifiers."""
 
 
 class WorkerError(RuntimeError):
@@ -43,8 +41,8 @@ class WorkerError(RuntimeError):
 
 
 class WorkerUnfit(WorkerError):
-    """The worker cannot have a verifier, through no fault of the row: no sandbox where it runs, a package that is
-    missing."""
+    """The worker cannot load a verifier, through no fault of the row: no sandbox on its machine, or a missing
+    package."""
 
 
 class WorkerDied(WorkerError):
@@ -52,7 +50,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerSpent(WorkerDied):
-    """Its process had computed one of megarl's verdicts for as long as a response may take."""
+    """The process used all the CPU time that one of megarl's verdicts may take."""
 
 
 class WorkerProcess(Protocol):
@@ -60,16 +58,16 @@ class WorkerProcess(Protocol):
 
     @property
     def pid(self) -> int | None:
-        """Process id, where the process is up and on this machine."""
+        """Process id, if the process runs on this machine."""
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Start the process; return the lines from it and to it. Raises WorkerDied."""
+        """Start the process; return the streams from it and to it. Raises WorkerDied."""
 
     async def ending(self) -> tuple[int | None, str]:
-        """Remove the remains of the process; return (its exit status or None, a text that says how it ended)."""
+        """Clean up after the process; return (its exit status or None, a text that describes its end)."""
 
     async def end(self) -> None:
-        """End the process; without one do nothing."""
+        """End the process, if there is one."""
 
     def named(self, message: str) -> str:
         """Return an error's message with the process's address, if it runs on another machine."""
@@ -78,11 +76,11 @@ class WorkerProcess(Protocol):
         """CPU time of the process so far; NaN if unknown."""
 
     def drain(self) -> None:
-        """Write what the process has printed to its file."""
+        """Write the process's printed output to its file."""
 
 
 class Worker:
-    """A process's imports, and the lines to and from it. ``ready`` brings it up again, whatever became of it."""
+    """A process's imports, and the streams from and to it. ``ready`` restarts it in any state."""
 
     def __init__(self, config: RewardConfig, process: WorkerProcess) -> None:
         self._config = config
@@ -107,12 +105,12 @@ class Worker:
         return self._process.pid
 
     async def ready(self) -> None:
-        """A process runs that has loaded ``reward.path`` and every verifier that was used before.
+        """Ensure a running process that has loaded ``reward.path`` and every verifier used before.
 
         Raises:
             ConfigError: ``reward.path`` cannot be used.
             WorkerDied: the process ended.
-            WorkerUnfit: it cannot have a verifier that was asked for.
+            WorkerUnfit: it cannot load a requested verifier.
         """
         if self.up:
             return
@@ -142,12 +140,12 @@ class Worker:
                 raise
 
     async def prepare(self, data_source: str) -> None:
-        """Import a verifier in advance, so that no task has to wait for it.
+        """Import a verifier in advance, so that no task waits for it.
 
         Raises:
-            WorkerUnfit: that fails here; ``ready`` tries it again.
+            WorkerUnfit: the import fails here; ``ready`` retries it.
             WorkerError: there is no such verifier.
-            WorkerDied, TimeoutError: as for any question.
+            WorkerDied, TimeoutError: as for any request.
         """
         if data_source in self.prepared:
             return
@@ -174,12 +172,12 @@ class Worker:
         return reply
 
     async def _ask(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one request and return its reply. A worker that does not answer in time, or whose caller gives up, is
-        killed."""
+        """Send one request and return its reply. A worker is killed if it does not reply in time or its caller is
+        cancelled."""
         try:
             return await self._reply(request, timeout_s)
         finally:
-            self._process.drain()  # what was printed for a verdict is in the file before the verdict is given
+            self._process.drain()  # a verdict's printed text is in the file before the verdict is returned
 
     async def _reply(self, request: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self.reader is not None and self.writer is not None
@@ -194,7 +192,7 @@ class Worker:
             if busy and isinstance(error, TimeoutError) and "prepare" not in request and self._config.path is None:
                 raise WorkerSpent(f"no verdict within {timeout_s:g} s") from error
             raise
-        except ValueError as error:  # what follows of the line would pass for the next replies
+        except ValueError as error:  # the rest of the line would be read as the next replies
             await self.kill()
             raise WorkerError(f"the reward process answered with more than {MAX_LINE_BYTES} bytes") from error
         if not line.endswith(b"\n"):
@@ -231,7 +229,7 @@ class Worker:
             await self.writer.drain()
         try:
             return await self.reader.readline()
-        except OSError:  # a connection that keepalive has given up is a TimeoutError, and one of these too
+        except OSError:  # also TimeoutError, which keepalive raises for a lost connection
             return b""
 
     async def kill(self) -> None:
@@ -240,14 +238,14 @@ class Worker:
         writer, self.reader, self.writer = self.writer, None, None
         if writer is not None:
             if not writer.is_closing():
-                writer.transport.abort()  # nothing that it still holds matters, and nobody may be reading
+                writer.transport.abort()  # its buffered data does not matter, and the other side may not be reading
             with contextlib.suppress(OSError):
                 async with asyncio.timeout(CONNECT_S):
                     await writer.wait_closed()
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """A reply. Raises ValueError."""
+    """Parse a reply. Raises ValueError."""
     try:
         reply = json.loads(line)
     except RecursionError as error:
@@ -261,8 +259,8 @@ class LocalRewardProcess:
     """A process on this machine.
 
     Args:
-        output: For what the function prints; without one it goes to stderr.
-        modules: Those that its verifiers import late.
+        output: Receives what the function prints; by default it goes to stderr.
+        modules: Modules that its verifiers import late.
     """
 
     def __init__(self, output: PrintedOutput | None = None, modules: Sequence[str] = ()) -> None:
@@ -307,7 +305,7 @@ class LocalRewardProcess:
 
 
 def addresses(hosts: Sequence[str]) -> list[str]:
-    """HOST:PORT of each process that ``reward.hosts`` asks for. Raises ConfigError for what is not HOST:PORT or
+    """Return HOST:PORT of each process in ``reward.hosts``. Raises ConfigError for entries other than HOST:PORT or
     HOST:PORT*N."""
     found: list[str] = []
     for entry in hosts:
@@ -333,7 +331,7 @@ class RemoteRewardProcess:
 
     Args:
         address: ``HOST:PORT``.
-        key: That of the service.
+        key: Key of the service.
     """
 
     pid = None
@@ -360,14 +358,14 @@ class RemoteRewardProcess:
         return reader, writer
 
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Both sides prove that they know the key. Raises OSError, WorkerDied."""
+        """Prove to each other that both sides know the key. Raises OSError, WorkerDied."""
         keep_alive(writer)
         mine = proof.challenge()
         theirs = str((await self._greeting(reader)).get("challenge"))
         await send_line(writer, challenge=mine, proof=proof.prove(self._key, theirs, CALLER))
         if not proof.is_proof((await self._greeting(reader)).get("proof"), self._key, mine, HOST):
             raise WorkerDied(f"reward.hosts: {self._address} gives no worker: it has another key (MEGARL_JOB_KEY)")
-        await self._greeting(reader)  # its process runs
+        await self._greeting(reader)  # the host has started the process
 
     async def _greeting(self, reader: asyncio.StreamReader) -> dict[str, Any]:
         try:
@@ -403,14 +401,13 @@ class RemoteRewardProcess:
 
 
 async def send_line(writer: asyncio.StreamWriter, **message: Any) -> None:
-    """Raises OSError."""
+    """Send a JSON line. Raises OSError."""
     writer.write(json.dumps(message).encode() + b"\n")
     await writer.drain()
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Make the kernel end a connection whose other machine is gone: after 60 s without a sign of it, sent or asked
-    for."""
+    """Make the kernel close a connection after 60 s without a packet or probe answered by the other machine."""
     connection = writer.get_extra_info("socket")
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in KEEPALIVE.items():
@@ -418,8 +415,7 @@ def keep_alive(writer: asyncio.StreamWriter) -> None:
 
 
 async def check_hosts(config: RewardConfig, key: str, data_sources: Sequence[str]) -> None:
-    """Every host of ``reward.hosts`` gives a worker that can have these verifiers. Raises ConfigError naming the one
-    that does not."""
+    """Raise ConfigError naming the first host of ``reward.hosts`` that cannot provide a worker with these verifiers."""
     for address in dict.fromkeys(addresses(config.hosts)):
         worker = Worker(config, RemoteRewardProcess(address, key))
         try:
@@ -435,7 +431,7 @@ async def check_hosts(config: RewardConfig, key: str, data_sources: Sequence[str
 
 
 async def await_hosts(hosts: Sequence[str], timeout_s: float = START_TIMEOUT_S) -> None:
-    """Until every host (HOST:PORT*N) accepts connections. Raises ConfigError naming one that does not in time."""
+    """Wait until every host (HOST:PORT*N) accepts connections. Raises ConfigError naming one that does not in time."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     for address in dict.fromkeys(addresses(hosts)):
         host, _, port = address.rpartition(":")

@@ -1,4 +1,4 @@
-"""Progress of scoring in one line for a person: recent failures and long waits."""
+"""One-line progress of scoring for the terminal: recent failures and long waits."""
 
 from __future__ import annotations
 
@@ -11,27 +11,28 @@ from megarl.core.text import Repeats
 from megarl.rewards.verdict import FAILURES
 
 EVENT = "reward_failures"
-"""Kind of the store's event with a line of this, which the trainer shows while it waits."""
+"""Kind of the store's event with such a line, which the trainer shows while it waits."""
 WINDOW = 200
-"""Number of verdicts in a line."""
+"""Number of recent verdicts that a line covers."""
 EVERY_S = 10.0
-"""Least seconds between two lines."""
+"""Minimum seconds between two lines."""
 LONG_S = 60.0
 """Seconds of waiting for a verdict after which a line is logged."""
 NEWEST_CHARACTERS = 300
 
 
 class Tally:
-    """Counts tries to score an answer. ``line`` is rate-limited, and None while all is well.
+    """Counts tries to score an answer. ``line`` is rate-limited, and None while there is nothing to report.
 
-    A failure is printed once; again when twice as many of the recent verdicts have failed."""
+    A failure is printed once, and again when twice as many of the recent verdicts have failed.
+    """
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
         self._recent: deque[str] = deque(maxlen=WINDOW)
         self._newest = ""
         self._failed = False
-        """Since the last line."""
+        """True if a verdict has failed since the last line."""
         self._repeats, self._told = Repeats(), 0
         self._waiting: dict[int, float] = {}
         self._numbers = 0
@@ -46,7 +47,7 @@ class Tally:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """While an answer waits for a verdict."""
+        """Count an answer as waiting for a verdict while the block runs."""
         self._numbers = number = self._numbers + 1
         self._waiting[number] = self._now()
         try:

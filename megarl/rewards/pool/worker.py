@@ -1,9 +1,8 @@
-"""The process that runs a reward function: one JSON line in, one out. ``python -m megarl.rewards.pool.worker
-PARENT``.
+"""Process that runs a reward function: one JSON line in, one out. ``python -m megarl.rewards.pool.worker PARENT``.
 
-The first line holds the settings. Each request has an ``id``, which its reply repeats. After a reply with ``last`` the
-process is to be replaced. The process may be killed at any time: it holds nothing. Stdout and stderr are the function's
-to print to.
+The first line has the settings. Each request has an ``id``, which its reply repeats. After a reply with ``last`` the
+process must be replaced. The process keeps no state and may be killed at any time. Stdout and stderr belong to the
+function.
 """
 
 from __future__ import annotations
@@ -34,18 +33,18 @@ from megarl.rewards.routes import Scorer, scorer_for
 from megarl.rewards.verdict import to_verdict, weighed, with_question
 
 ADDRESS_SPACE_BYTES = 8 * 2**30
-"""Address space that a process with megarl's own verifiers may take beside what it was forked with: an expression that
-grows without end is an error of one answer, not the machine's."""
+"""Address space in bytes that a process with megarl's verifiers may use in addition to the forked one. An endlessly
+growing expression then fails one answer, not the machine."""
 
 
 GROWTH_BYTES = 2**30
-"""Bytes by which a worker of megarl's own verifiers may grow before it is replaced. SymPy caches the results of an
-answer (``1<<10**10``); without a bound they fill the machine's memory, and later answers fail."""
+"""Bytes by which a worker with megarl's verifiers may grow before it is replaced. SymPy caches the results of an answer
+(``1<<10**10``); unbounded, they fill the machine's memory, and later answers fail."""
 CPU_SHARE = 0.7
-"""Share of ``reward.timeout_s`` that one of megarl's verifiers may compute for. Then the kernel ends the process: that
-is the response's fault, as the time in which a busy machine computes nothing is not."""
+"""Share of ``reward.timeout_s`` that one of megarl's verifiers may compute; then the kernel ends the process. That is
+the response's fault; time without a processor on a busy machine is not."""
 FILE = "MEGARL_REWARD_FILE"
-"""Variable with ``reward.path``, for processes that its function spawns."""
+"""Environment variable with ``reward.path``, for processes that its function spawns."""
 WRONG = {"score": 0.0, "status": "wrong"}
 NOT_THE_RESPONSES = (DataError, SandboxError, OSError, ImportError)
 """Errors of megarl's verifiers that no response causes: rows, sandboxes, disks, networks, packages."""
@@ -63,7 +62,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 class Function:
-    """Reward function of the settings: a user's function, or megarl's verifiers, each made once."""
+    """Reward function of the settings: a user's function, or megarl's verifiers, each created once."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
@@ -77,7 +76,7 @@ class Function:
         self._scorers: dict[str, Scorer] = {}
         self._most_bytes = _peak_bytes() + GROWTH_BYTES
         self._loop = asyncio.new_event_loop()
-        """One for all calls, so that an async function may keep its connections."""
+        """One loop for all calls, so that an async function may keep its connections."""
 
     def prepare(self, data_source: str) -> None:
         if self._user is None and data_source not in self._scorers:
@@ -85,14 +84,15 @@ class Function:
 
     @property
     def spent(self) -> bool:
-        """True if the process is to be replaced: one of megarl's verifiers has taken much memory, or was interrupted in
-        SymPy."""
+        """True if the process must be replaced: one of megarl's verifiers has used too much memory, or was interrupted
+        in SymPy."""
         return self._user is None and (_peak_bytes() > self._most_bytes or math_verifier.interrupted())
 
     def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, question: str, in_thinking: bool
     ) -> dict[str, Any]:
-        """The weighted verdict; see ``verdict.weighed``. The last two are what shape rewards ask for."""
+        """Return the weighted verdict; see ``verdict.weighed``. ``question`` and ``in_thinking`` are for shape
+        rewards."""
         if self._user is not None:
             result = self._user(
                 data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info
@@ -107,13 +107,13 @@ class Function:
         return weighed(result, solution_str, question, in_thinking, self._config)
 
     def explain(self, **request: Any) -> dict[str, Any]:
-        """``score``, with the ``steps`` of the verdict: lists of kind, rule and text (``answer/trace.py``)."""
+        """Return ``score``'s verdict with its ``steps``: lists of kind, rule and text (``answer/trace.py``)."""
         with trace.recorded() as steps:
             verdict = self.score(**request)
         return {**verdict, "steps": steps}
 
     def describe(self, error: Exception) -> str:
-        """Describe an error in either; with the line of the user's file where that is his."""
+        """Describe an error of ``score`` or ``explain``, with the line of the user's file if it is the user's."""
         return describe(error, self._config.path, self._user)
 
 
@@ -128,19 +128,19 @@ def _peak_bytes() -> int:
 
 
 def verdict_of(score: Scorer, text: str, ground_truth: Any, info: dict[str, Any]) -> Any:
-    """Return the result of one of megarl's verifiers. An error that an empty response to the row does not cause is a
-    wrong response."""
+    """Return the result of one of megarl's verifiers. An error that an empty response to the row does not cause makes
+    the response wrong."""
     try:
         return to_verdict(score(text, ground_truth, info))
     except NOT_THE_RESPONSES:
         raise
     except Exception:
-        to_verdict(score("", ground_truth, info))  # raises too where the row is at fault
+        to_verdict(score("", ground_truth, info))  # raises again if the row is at fault
         return WRONG
 
 
 def stop_timers() -> None:
-    """Stop the timers of this process: one that a call leaves would interrupt a later call."""
+    """Stop this process's timers: one left by a call would interrupt a later call."""
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
         signal.setitimer(timer, 0)
 
@@ -150,7 +150,7 @@ async def _awaited(result: Awaitable[Any]) -> Any:
 
 
 def serve(requests: IO[str], replies: IO[str]) -> None:
-    """Answer requests until their end. The first one holds the settings; its reply states whether the function could be
+    """Reply to requests until their end. The first one has the settings; its reply states whether the function could be
     loaded."""
     try:
         request = _read(requests.readline(), "config")
@@ -171,16 +171,16 @@ def serve(requests: IO[str], replies: IO[str]) -> None:
                 stop_timers()
         except _Malformed as error:
             reply = {"error": str(error)}
-        except Exception as error:  # the user's code may raise anything; it becomes this sample's verdict
+        except Exception as error:  # the user's code may raise any exception; it becomes this sample's verdict
             reply = {"error": function.describe(error), "of_row": isinstance(error, DataError)}
         if os.getpid() != own:
-            os._exit(0)  # forked by the function, which has returned there too: the reply is its parent's to give
+            os._exit(0)  # forked by the function and returned here too: only the parent replies
         last = {"last": True} if function.spent else {}
         _reply(replies, {"id": number, **reply, **last})
 
 
 def _perform(function: Function, request: dict[str, Any]) -> dict[str, Any]:
-    """The reply to a request. Raises whatever the function raises."""
+    """Return the reply to a request. Raises the function's exceptions."""
     if "prepare" in request:
         function.prepare(request["prepare"])
         return {"ready": True}
@@ -194,7 +194,7 @@ class _Malformed(ValueError):
 
 
 def _read(line: str, *kinds: str) -> dict[str, Any]:
-    """A request of one of these kinds. Raises _Malformed."""
+    """Read a request of one of these kinds. Raises _Malformed."""
     try:
         request = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -211,19 +211,19 @@ def _reply(replies: IO[str], reply: dict[str, Any]) -> None:
 
 def main(arguments: list[str]) -> None:
     hide_secrets()
-    die_with(int(arguments[0]), signal.SIGKILL)  # even in the middle of a user's endless loop
+    die_with(int(arguments[0]), signal.SIGKILL)  # even during a user's endless loop
     connection = socket.socket(fileno=int(os.environ.pop(SOCKET)))
-    connection.set_inheritable(False)  # not for programs that the function starts
+    connection.set_inheritable(False)  # not inherited by programs that the function starts
     requests, replies = (
         connection.makefile("r", encoding="utf-8", errors="replace"),
         connection.makefile("w", encoding="utf-8"),
     )
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles Ctrl-C
     serve(requests, replies)
 
 
 if __name__ == "__mp_main__" and FILE in os.environ:
-    # A process that the function spawns: pickle looks in the file's module for what the file defines.
+    # In a process that the function spawned: pickle looks up names of the file in this module.
     load_function(os.environ[FILE])
 
 if __name__ == "__main__":

@@ -12,18 +12,18 @@ from megarl.rewards.pool.process import START_TIMEOUT_S, Worker, WorkerError
 log = logging.getLogger(__name__)
 
 REVIVE_DELAYS_S = (0.0, 1.0, 5.0, 15.0, 30.0, 60.0)
-"""Before each attempt to bring a dead worker up again; then it is given up (its host is gone)."""
+"""Seconds before each attempt to restart a dead worker; after the last the worker is given up (its host is gone)."""
 STUCK_S = sum(REVIVE_DELAYS_S) + 2 * len(REVIVE_DELAYS_S) * START_TIMEOUT_S
-"""Beyond ``reward.timeout_s``: the longest time in which every worker may be busy, or on its way up, without a fault of
-this pool."""
+"""Seconds in addition to ``reward.timeout_s`` for which all workers may be busy or starting without a fault of the
+pool."""
 
 
 class WorkerQueue:
-    """Free workers by turns.
+    """Queue of free workers, used in turn.
 
     Args:
-        size: Number of workers that are given to it.
-        timeout_s: Seconds that a worker may take over one answer.
+        size: Number of workers that will be added.
+        timeout_s: Maximum seconds of a worker for one answer.
     """
 
     def __init__(self, size: int, timeout_s: float) -> None:
@@ -34,12 +34,12 @@ class WorkerQueue:
         self._idle: asyncio.Queue[Worker | None] = asyncio.Queue()
         """Free workers; None marks a closed queue or no remaining worker."""
         self._freed_at = time.monotonic()
-        """Time at which a worker was last put there or taken from there."""
+        """Time of the last put or get of a worker."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def take(self) -> Worker | None:
-        """Take the next free worker that runs; None when all have been given up. A worker that died while it was idle
-        counts against no answer."""
+        """Return the next free running worker; None if all have been given up. A worker that died while idle counts
+        against no answer."""
         while True:
             worker = await self._next()
             if worker is None:
@@ -50,21 +50,21 @@ class WorkerQueue:
             self._restart(worker)
 
     def give_back(self, worker: Worker) -> None:
-        """Put a worker back; one that is not up is started again first."""
+        """Put a worker back, restarting it first if it is down."""
         if worker.up:
             self._put_back(worker)
         else:
             self._restart(worker)
 
     async def close(self, reason: str) -> None:
-        """End the waits for a worker, with ``reason``, and the starts under way."""
+        """Cancel waits for a worker, with ``reason``, and starts in progress."""
         self._give_up(reason)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _next(self) -> Worker | None:
-        """The next idle worker; None where none has become idle for so long that none will."""
+        """Return the next idle worker; None after a wait so long that none can become idle."""
         limit_s = STUCK_S + self._timeout_s
         while True:
             try:

@@ -2,7 +2,7 @@
 
 - A conclusion: "The pressure increases, so B.", 本题选B, B项正确.
 - Letters before an explanation that supports them: ``【答案】B`` before ``【解析】``, "B" before "Explanation:".
-- Letters beside refused ones: "B, not A", A不对，选B, "A and C but not B".
+- Letters next to refused ones: "B, not A", A不对，选B, "A and C but not B".
 - A sentence that chooses: "I choose B", "B is the answer".
 - A choice in the text: 故选B, "so option B".
 """
@@ -31,9 +31,9 @@ LETTER_FORMS: dict[str, tuple[tuple[str, str], ...]] = {
     "option beside a refused one": (("The answer is dog, not cat.", "B"), ("It is not a dog.", "")),
 }  # fmt: skip
 """Form in which a school answer names a letter -> examples (response, letter, or '' for a response that names none).
-The first form that names one counts; boxes in a row come before all of them."""
+The first form that names a letter counts; boxes in a row are read before all forms."""
 
-# ---------------------------------------------------------------- letters beside letters
+# ---------------------------------------------------------------- letters next to letters
 
 _ALONE = re.compile(r"(?<![A-Za-z])(?:A(?![A-Za-z'’]|\s+[a-z]{3,}(?<!are)(?<!and)(?<!has))|[B-H](?![A-Za-z'’]))")
 _REFUSED_BEFORE = re.compile(
@@ -51,12 +51,12 @@ _REFUSED_BEHIND = re.compile(
 
 
 def is_refused(before: str, after: str) -> bool:
-    """Return True if the letter between two texts is refused: "not B", "B is too small", B错误."""
+    """Return True if the letter between ``before`` and ``after`` is refused: "not B", "B is too small", B错误."""
     return bool(_REFUSED_BEFORE.search(before) or _REFUSED_BEHIND.match(after))
 
 
 def _supports(text: str, letters: set[str]) -> bool:
-    """Return True if a text refuses all other letters that it names, and none of ``letters``."""
+    """Return True if a text refuses every other letter that it names, and none of ``letters``."""
     for match in _ALONE.finditer(text):
         before, after = text[max(0, match.start() - 40) : match.start()], text[match.end() : match.end() + 120]
         refused = is_refused(before, after)
@@ -86,7 +86,7 @@ _RIGHT = re.compile(
 
 
 def concluded(text: str) -> set[str] | None:
-    """The letters that the last line of a text concludes with; None where it is undecided or names others too."""
+    """Return the letters that the last line concludes with; None if the line is undecided or also names others."""
     line = half_width(text.rstrip().rsplit("\n", 1)[-1]).replace("**", "").replace("$", "").strip().rstrip(".!。 ")
     if len(line) > MAX_LINE_READ or UNDECIDED.search(line):
         return None
@@ -105,7 +105,7 @@ def concluded(text: str) -> set[str] | None:
 
 
 def letters_before_explanation(text: str, options: Mapping[str, str], several: bool = False) -> set[str] | None:
-    """The letters that stand before an explanation, which supports them."""
+    """Return the letters before an explanation that supports them."""
     found = explained(text)
     if found is None or not k12_read.letters(found[0]):
         return None
@@ -117,7 +117,7 @@ def letters_before_explanation(text: str, options: Mapping[str, str], several: b
     return letters
 
 
-# ---------------------------------------------------------------- letters beside refused ones
+# ---------------------------------------------------------------- letters next to refused ones
 
 MAX_TEXT = 80
 _NAME = r"(?:options?\s*|选项\s*)?\(?(?<![A-Za-z])[A-H](?![A-Za-z])\)?(?:\s*选?项)?"
@@ -143,7 +143,7 @@ _JUDGED = re.compile(
     r"\b(?:it\s+is|it's|options?|choose)\s+\(?[A-H](?![A-Za-z])|选项?\s*[A-H])",
     re.IGNORECASE,
 )
-"""Found behind ``A.`` where that is no option's text: "A. Option B is correct"."""
+"""Text after ``A.`` that is not the option's text: "A. Option B is correct"."""
 _OTHERS_REFUSED = re.compile(
     rf"\s*[,;]?\s*(?:(?:and|while)\s+)?(?:(?:(?:all\s+)?the\s+)?(?:others?|rest)(?:\s+options?)?|其[余他它](?:选?项|各项)?)\s*{_WRONG}$",
     re.IGNORECASE,
@@ -156,8 +156,7 @@ _SETTLING = re.compile(
 
 
 def settled(text: str) -> set[str] | None:
-    """The letters that a text names besides those that it refuses; None where it says more, or takes back what it
-    names."""
+    """Return the letters that a text names except refused ones; None if it has other text or retracts a letter."""
     text = half_width(text).strip().rstrip(".。! ")
     if len(text) > MAX_TEXT:
         return None
@@ -181,10 +180,10 @@ _SO = re.compile(r"\W*(?:so|thus|therefore|hence|finally|故|所以|因此|综�
 
 
 def settled_last(pred: str, text: str) -> set[str] | None:
-    """``settled`` of an answer, or else of the last line of its text.
+    """Return ``settled`` of an answer, or else of the last line of its text.
 
-    None where an earlier line settles on other letters and the last draws no conclusion: "A is right" and "B is right"
-    are two judgements.
+    None if an earlier line settles on other letters and the last draws no conclusion: "A is right" and "B is right" are
+    two judgements.
     """
     *before, last = text.split("\n")
     found = settled(pred) or settled(last)
@@ -213,8 +212,8 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+(?=[A-Z])")
 
 
 def sole_choice(text: str, pred: str) -> set[str]:
-    """The letter that the last sentence of a text is there to name ("So it's B."), or an answer with its reason ("B, as
-    2+3=5"); empty for none, and where the line or the reason names other letters."""
+    """Return the letter named by the last sentence ("So it's B.") or by an answer with its reason ("B, as 2+3=5").
+    Empty if there is none, or the line or reason names other letters."""
     line = half_width(text.rsplit("\n", 1)[-1]).replace("**", "").strip()
     *_, last = _SENTENCE.split(line)
     pred = half_width(pred).strip()
@@ -245,8 +244,8 @@ _CONCLUDES = re.compile(
 
 
 def chosen(text: str) -> set[str] | None:
-    """The letters after the last "故选" or "option" of a response without another sign of an answer. None where they
-    are refused there, or the line has other options."""
+    """Return the letters after the last "故选" or "option" of a response with no other sign of an answer; None if the
+    text refuses them there or the line has other options."""
     if re.search(r"\\boxed|<answer>", text):
         return None
     text = half_width(text)[-2000:]

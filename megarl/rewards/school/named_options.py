@@ -1,4 +1,4 @@
-"""Options that an answer names: by letters, by circled numbers, by the options' own texts."""
+"""Options that an answer names: by letter, circled number or the option's text."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _PARTS = re.compile(r"\s*(?:[,;、&\n]|\band\b|和|与|以及)\s*", re.IGNORECAS
 
 
 _DENIED = {"false", "wrong", "incorrect", "not correct", "no", "错", "错误", "不对", "不正确"}
-"""Text behind a letter that denies it: ``B: false``."""
+"""Text after a letter that denies it: ``B: false``."""
 
 
 def named(text: str, options: Mapping[str, str], several: bool = False) -> set[str] | None:
-    """The letters that a text names, also by the options' own texts; None for none and for contradictions."""
+    """Return the letters that a text names, also by option texts; None if it names none or contradicts itself."""
     if several and options and (found := by_texts(text, options)):
         return found
     matching = _matching(text, options)
@@ -36,7 +36,7 @@ def named(text: str, options: Mapping[str, str], several: bool = False) -> set[s
         (letter,) = matching
         article = {"A"} if _BEGINS.match(options[letter]) and _BEGINS.match(_plain(text)) else set()
         others = _standing(text) & set(options) - matching - _standing(options[letter]) - article
-        return None if others else matching  # "80 (A)" where 80 is C: A is no unit here
+        return None if others else matching  # "80 (A)" where option C is 80: here A is not a unit
     alone = _standing(text) & set(options)
     if len(alone) == 1:  # "80 (C)"
         (letter,) = alone
@@ -78,7 +78,7 @@ def _other_noun(option: str, text: str) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Without ``\\text`` and markdown."""
+    """Remove ``\\text`` and markdown."""
     return _TEXTS.sub(r"\1", half_width(text).replace("**", "")).strip()
 
 
@@ -91,12 +91,13 @@ def _of_parts(text: str, options: Mapping[str, str]) -> set[str] | None:
 
 
 def _standing(text: str) -> set[str]:
-    """Capital letters that stand alone, but for an article."""
+    """Return the capital letters that stand alone and are not an article."""
     return set(_ALONE.findall(_ARTICLE.sub("", _plain(text))))
 
 
 def by_texts(text: str, options: Mapping[str, str]) -> set[str] | None:
-    """``A. cat and the dog``: nothing but texts of options, each perhaps after its letter; None for anything else."""
+    """Return the letters of a text that has only option texts, each perhaps after its letter: ``A. cat and the dog``.
+    Otherwise None."""
     text = _bare(text)
     texts = {letter: _bare(option) for letter, option in options.items() if _bare(option)}
     if len(text) > 1000 or not any(option in text for option in texts.values()):
@@ -129,7 +130,7 @@ def _bare(text: str) -> str:
 
 
 def _items(text: str, at: int, texts: Mapping[str, str]) -> Sequence[tuple[str, int]]:
-    """(letter, where the next item begins) of each option that stands at a place, the longest text first."""
+    """Return (letter, start of the next item) of each option at position ``at``, the longest text first."""
     lead = _LEAD.match(text, at)
     starts = {at, lead.end() if lead else at}
     found = []
@@ -144,7 +145,7 @@ def _items(text: str, at: int, texts: Mapping[str, str]) -> Sequence[tuple[str, 
 
 
 def same_circled(wanted: Sequence[int], pred: str, options: Mapping[str, str]) -> bool:
-    """Return True if a prediction names the circled numbers, by ``②``, ``2``, ``(2)`` or what they stand before."""
+    """Return True if a prediction names the circled numbers: ``②``, ``2``, ``(2)`` or the statements after them."""
     if selections.numbers(pred) is not None:
         return selections.same_selection(wanted, pred)
     if options:

@@ -1,4 +1,4 @@
-"""Reading what a short answer says: option letters, options by their texts, the parts of several blanks, dates."""
+"""Read a short answer: option letters, options by their texts, the parts of several blanks, dates."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _NAMES_MORE = re.compile(
     r"(?:^|[\s,(])[A-H][.、:)]|\bor\b|或|"
     r"\b(?:[Nn]o|[Ww]ait|[Aa]ctually|[Ss]orry)\b[\s,.:]*(?:it(?:['’]?s|\s+is)\s+)?(?:option\s+)?\(?[A-H](?![A-Za-z])"
 )
-"""Found behind ``B.`` where that is no option's text: "C. 7", "or C", "no, C"."""
+"""Text after ``B.`` that is not the option's text: "C. 7", "or C", "no, C"."""
 _JOINED = re.compile(r"(?:[\s,;&+/、]|\band\b|和|与|及|以及)*", re.IGNORECASE)
 
 
 def letters(text: str) -> list[str] | None:
-    """Option letters that an answer names, each once, in its order; None when it names none or says more than that."""
+    """Return the option letters that an answer names, each once, in order; None if it names none or has other text."""
     text = _NOISE.sub("", _NOISE.sub("", half_width_letters(text)))
     if (
         re.fullmatch(r"\(?[a-h]\)?\.?", text)
@@ -62,7 +62,7 @@ def _joined_end(text: str, at: int) -> int:
 
 
 def _labelled(text: str) -> list[str] | None:
-    """``B. seven``, or one such option on each line."""
+    """Return the letters of ``B. seven``, or of one such option on each line."""
     lines = [line.strip() for line in re.split(r"[\n;]", text) if line.strip()]
     found = [_LABELLED.fullmatch(line) for line in lines]
     names = [match.group(1) for match in found if match]
@@ -72,13 +72,13 @@ def _labelled(text: str) -> list[str] | None:
 
 
 def after_letter(text: str) -> str:
-    """``seven`` of ``B. seven``; '' for a bare letter."""
+    """Return the text after a letter: ``seven`` of ``B. seven``; '' for a bare letter."""
     match = _LABELLED.fullmatch(_NOISE.sub("", half_width_letters(text)))
     return match.group(2).strip() if match else ""
 
 
 def half_width_letters(text: str) -> str:
-    """Strip as ``_stripped`` does; brackets around a letter stay in place of being torn."""
+    """Strip as ``_stripped`` does, but keep brackets around a letter."""
     text = half_width(text).translate(_CIRCLED_LETTERS).strip().replace("**", "").replace("`", "")
     text = re.sub(r"^\{\s*([A-H])\s*\}$", r"\1", text)
     for _ in range(2):
@@ -94,7 +94,8 @@ _LISTED = re.compile(
 
 
 def given_options(info: Mapping[str, Any]) -> Any:
-    """``extra_info.options`` or ``choices`` as it is; None for none, also where parquet filled a mapping with None."""
+    """Return ``extra_info.options`` or ``choices`` unchanged; None without options, or if parquet filled all with
+    None."""
     for name in ("options", "choices"):
         given = info.get(name)
         if given and not (isinstance(given, Mapping) and all(text is None for text in given.values())):
@@ -103,7 +104,7 @@ def given_options(info: Mapping[str, Any]) -> Any:
 
 
 def options_of(info: Mapping[str, Any]) -> dict[str, str]:
-    """Letter -> text, of ``extra_info.options`` / ``choices`` (a mapping or list), or of a question that lists them."""
+    """Return letter -> text from ``extra_info.options`` / ``choices`` (mapping or list), or from a question's list."""
     given = given_options(info)
     if isinstance(given, Mapping):
         return {
@@ -130,10 +131,9 @@ _CIRCLED = "①②③④⑤⑥⑦⑧⑨⑩"
 
 
 def split_blanks(text: str, count: int | None = None, commas: bool = False) -> list[str]:
-    """The answers to several blanks: numbered, or between ; or line breaks, or (for ``count`` blanks, ``commas``)
-    commas.
+    """Split the answers to several blanks: at numbers, ;, line breaks, or (for ``count`` blanks, ``commas``) commas.
 
-    With ``count``, the first way that gives so many; else the first that gives more than one.
+    With ``count``, the first way that gives ``count`` answers; else the first that gives more than one.
     """
     text = half_width(text.replace("、", "\0")).replace("\0", "、").strip()
     text = re.sub(r"^\$+|\$+$", "", text) if text.count("$") == 2 and text.startswith("$") else text
@@ -156,14 +156,15 @@ def split_blanks(text: str, count: int | None = None, commas: bool = False) -> l
 
 
 def numbered(text: str) -> list[str]:
-    """The answers to numbered blanks, as ``split_blanks`` strips them; the whole text where there are no numbers."""
+    """Split the answers to numbered blanks, stripped as in ``split_blanks``; without numbers return the whole text."""
     return [
         part.strip(" ,，;、。.") for part in _numbered(half_width(text.replace("、", "\0")).replace("\0", "、").strip())
     ]
 
 
 def _numbered(text: str) -> list[str]:
-    """``(1) 3 (2) 5``, ``①3②5``: what follows each number, when they count from one and nothing stands before."""
+    """Return the texts after the numbers of ``(1) 3 (2) 5`` or ``①3②5``, if they count from 1 and nothing precedes
+    them."""
     marks = list(_NUMBERED.finditer(text))
     if len(marks) == 1 and text.startswith("(1)"):
         return _bracketed(text)
@@ -184,13 +185,13 @@ def _numbered(text: str) -> list[str]:
 
 
 def _bracketed(text: str) -> list[str]:
-    """``(1)3(2)5``, without a space before the numbers."""
+    """Split ``(1)3(2)5``, which has no space before the numbers."""
     pieces = re.split(r"\((\d{1,2})\)", text)
     return pieces[2::2] if len(pieces) > 3 and pieces[1::2] == [str(k + 1) for k in range(len(pieces) // 2)] else [text]
 
 
 def plain(text: str) -> str:
-    """Words without case, articles, punctuation and 《》, for comparison as text. Signs of mathematics are kept."""
+    """Normalize text for comparison: no case, articles, punctuation or 《》. Mathematical signs are kept."""
     text = clean(re.sub(r"[《》〈〉「」『』“”]", "", text))
     if re.search(r"[\\^_=<>+*/|\[\](){}]|\d", text):
         return (
@@ -213,7 +214,7 @@ _ENGLISH_DATE = re.compile(
 
 
 def date(text: str) -> tuple[int, int, int] | None:
-    """(year or 0, month, day) of a text that is a date; a bare 3-4 or 3.4 or 3/4 is none."""
+    """Return (year or 0, month, day) of a date; None for other text. A bare 3-4, 3.4 or 3/4 is not a date."""
     text = half_width(text).strip().rstrip(".")
     if match := _ENGLISH_DATE.fullmatch(text):
         month = (match.group(1) or match.group(4)).lower()
@@ -226,7 +227,7 @@ def date(text: str) -> tuple[int, int, int] | None:
 
 
 def same_date(gold: tuple[int, int, int], pred: tuple[int, int, int]) -> bool:
-    """Month and day, and the year where the gold gives one."""
+    """Return True if month and day are equal, and the year if the gold has one."""
     return gold[1:] == pred[1:] and (gold[0] == pred[0] or gold[0] == 0)
 
 
@@ -237,7 +238,7 @@ _CLOCK = re.compile(
 
 
 def clock(text: str) -> tuple[int, int] | None:
-    """(hour, minute) of ``8:30``, 8点30分 or 八点半; None for a text that is no time of day."""
+    """Return (hour, minute) of ``8:30``, 8点30分 or 八点半; None if the text is not a time of day."""
     match = _CLOCK.fullmatch(half_width(text).strip().rstrip("."))
     if match is None:
         return None

@@ -1,5 +1,4 @@
-"""Comparison of two short school answers: words, formulas of chemistry, orders, relations, dates, measures,
-mathematics."""
+"""Compare two short school answers: words, chemical formulas, orders, relations, dates, measures, mathematics."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _REST = re.compile(r"\d.*?(?:[…⋯余Rr]|\.\.|··|dots).*\d")
 
 
 def _division(text: str) -> tuple[int, int] | None:
-    """(quotient, remainder) of ``7……2``, 7余2, "7 remainder 2" and "7 R 2"; None for a text that gives none."""
+    """Return (quotient, remainder) of ``7……2``, 7余2, "7 remainder 2" or "7 R 2"; None for other text."""
     if len(text) >= 80 or not _REST.search(text):
         return None
     match = _DIVISION.fullmatch(re.sub(r"\$|\\text\s*\{([^{}]*)\}", r"\1", text).strip().rstrip(".。"))
@@ -51,7 +50,7 @@ def states_division(gold: str, line: str) -> bool:
 
 
 def _as_asked(gold: str, pred: str) -> str:
-    """A prediction's school way of writing as the ground truth's: ``25 C`` for 25 °C, ``3比4`` for 3:4."""
+    """Rewrite a prediction in the ground truth's notation: ``25 C`` as 25 °C, ``3比4`` as 3:4."""
     if _CELSIUS.search(gold) and (degrees := _DEGREES.fullmatch(half_width(pred).strip())):
         return f"{degrees[1]} ℃"
     if _RATIO.fullmatch(half_width(gold).strip()) and (ratio := _RATIO_IN_WORDS.fullmatch(half_width(pred).strip())):
@@ -60,7 +59,8 @@ def _as_asked(gold: str, pred: str) -> str:
 
 
 def same_short(gold: str, pred: str, convert: bool = True) -> bool:
-    """The same words, number, date or formula. ``convert``: whether another unit of the same dimension may be right."""
+    """Return True for the same words, number, date or formula. ``convert``: accept another unit of the same
+    dimension."""
     if not gold.strip() or not pred.strip() or len(pred) > MAX_PREDICTION:
         return False
     if gold.strip() == pred.strip():
@@ -92,6 +92,6 @@ def same_short(gold: str, pred: str, convert: bool = True) -> bool:
 
 
 def recited(text: str) -> bool:
-    """Lines of a text or a whole sentence, whose words stand in their order: no list, no mathematics."""
+    """Return True for lines of a text or a whole sentence, where word order counts: not a list, not mathematics."""
     text = half_width(text.replace("、", "\0"))
     return bool(_VERSE.fullmatch(text) or _SENTENCE.fullmatch(text))

@@ -1,4 +1,4 @@
-"""True or false: a sign, a word, a short sentence, or a judgement with its reason; two negations cancel out."""
+"""Read true or false from a sign, word, short sentence, or judgement with its reason; two negations cancel out."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _CARRIED = re.compile(
     r"计算|解法|论述|陈述|想法|看法|理解|选项|[这那此它其者都均全也就]|显然|当然|确实|的确|必然|一定|完全|绝对"
     r"|肯定|十分|非常|[是为应选填算能]|认为|觉得|所以|因此|故|说|正确|对|错误?)\s*$"
 )
-"""Text before a judgement and its negations, in a sentence that makes one: "is", 说法; not "rarely", 部分."""
+"""Text before a judgement and its negations in a sentence that judges: "is", 说法; not "rarely", 部分."""
 _SETTLED = re.compile(
     r"\s*(?:$|[,.;:!)(\"'。\\√×✓✗✔✘—–]|-(?!ish|like)|(?:because|"
     r"since|as|that|to\s+say|at\s+all|for\s+(?:all|any|every)|"
@@ -152,7 +152,7 @@ _CLAUSE = re.compile(
 
 
 def stripped(text: str) -> str:
-    """A short answer without markdown, quotes, brackets and final stops."""
+    """Return a short answer without markdown, quotes, brackets and final full stops."""
     text = half_width(text).strip().replace("**", "").replace("`", "")
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r"\1", text)
     text = re.sub(r"(?<!\\)\$|\\[()]", "", text).strip()
@@ -160,13 +160,13 @@ def stripped(text: str) -> str:
 
 
 def exact_truth(text: str) -> bool | None:
-    """True or False for a word or sign that means it, None for everything else."""
+    """Return True or False for a word or sign that means it; None for other text."""
     word = stripped(text).casefold()
     return True if word in _TRUE else False if word in _FALSE else None
 
 
 def truth(text: str) -> bool | None:
-    """True or False for a sign, a word or a sentence that says one of them and not both."""
+    """Return True or False for a sign, word or sentence that means exactly one of them; otherwise None."""
     text = _APOLOGY.sub("", half_width(text).strip())
     exact = exact_truth(text)
     if exact is not None:
@@ -187,9 +187,9 @@ def truth(text: str) -> bool | None:
 
 
 def _predicates(text: str, strict: bool = False) -> set[bool | None]:
-    """Value of each "true" or "wrong" of a text after its negations; None for "not always wrong".
+    """Return the value of each "true" or "wrong" in a text after its negations; None for "not always wrong".
 
-    ``strict``: None also for one that is hedged, or that no carrier of a judgement stands before.
+    ``strict``: also None if the value is hedged, or no text that introduces a judgement precedes it.
     """
     found: set[bool | None] = set()
     for match in _PREDICATE.finditer(text):
@@ -215,8 +215,7 @@ def _judges(before: str, at: int, after: str) -> bool:
 
 
 def _taken_back(reason: str, said: bool) -> bool:
-    """Return True if what follows a judgement says the opposite of it; a reason may well speak of other things that are
-    true or false."""
+    """Return True if the text after a judgement says the opposite. A reason may call other things true or false."""
     if _opposite_clause(reason, said):
         return True
     claims = [
@@ -228,7 +227,7 @@ def _taken_back(reason: str, said: bool) -> bool:
 
 
 def _opposite_clause(text: str, said: bool) -> bool:
-    """``true, no``: a clause that is nothing but the opposite, or ends in yes or no against it."""
+    """Return True for ``true, no``: a clause is only the opposite, or ends in a contradicting yes or no."""
     clauses = _CLAUSE.split(text)
     return any(
         (not re.fullmatch(r"\s*[a-z]?\s*", clause) and exact_truth(clause) is (not said))

@@ -1,4 +1,4 @@
-"""School questions with a short answer, Chinese or English. What is accepted: docs/rewards_math.md."""
+"""Verifier for school questions with a short answer, Chinese or English. Accepted forms: docs/rewards_math.md."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LABEL_DRESS = re.compile(
 
 
 def question_type(ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> str:
-    """``extra_info.type``, or what the ground truth looks like. Raises DataError for a type that is not one of
+    """Return ``extra_info.type``, or the type that the ground truth looks like. Raises DataError if it is not in
     TYPES."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     ground_truth = listed(ground_truth)
@@ -69,7 +69,7 @@ def question_type(ground_truth: Any, extra_info: Mapping[str, Any] | None = None
         return "true_false"
     letters_found = k12_read.letters(text) if not re.search(r"[a-z]", text[:2]) else None
     if letters_found:
-        in_order = list(letters_found) == sorted(letters_found)  # "BA" is rather a line through two points
+        in_order = list(letters_found) == sorted(letters_found)  # "BA" is more likely a line through two points
         if len(letters_found) == 1 or (in_order and len(letters_found) <= 6):
             return "choice" if len(letters_found) == 1 else "multiple_choice"
     if k12_read.given_options(info) is not None:
@@ -78,11 +78,11 @@ def question_type(ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 
 
 def is_multiple_choice(row: Mapping[str, Any]) -> bool:
-    """Return True if a verl row asks for one or more of given options. For filters: Kimi k1.5 left such items out, R1
-    kept them.
+    """Return True if a verl row asks for one or more given options. For filters: Kimi k1.5 dropped such items, R1 kept
+    them.
 
-    By ``extra_info.type`` or ``options`` where a row has them, for any data source; otherwise by a ground truth that is
-    a letter, or a prompt that lists options A, B and C. Never raises: a row that says nothing is none.
+    By ``extra_info.type`` or ``options`` if a row has them, for any data source; else by a ground truth that is a
+    letter, or a prompt that lists options A, B and C. Never raises: a row without these returns False.
     """
     info = row.get("extra_info")
     info = info if isinstance(info, Mapping) else {}
@@ -106,12 +106,12 @@ def is_multiple_choice(row: Mapping[str, Any]) -> bool:
 
 
 def _lists_options(prompt: str) -> bool:
-    """Options A, B, C … in order, each on a line of its own, or on one line after the question. The vertices "A: (0,0),
-    B: (1,0)" are none."""
+    """Return True if options A, B, C … follow in order, one per line, or on one line after the question. The vertices
+    "A: (0,0), B: (1,0)" are not options."""
     text = _LABEL_DRESS.sub(lambda match: f" {match[1] or ''} ", prompt)
     lines = list(_LINE_OPTION.finditer(text))
     if _in_order([match[1] for match in lines]):
-        colons = re.search(r"^[ \t]*[A-H]\s*[:：]", text, re.MULTILINE)  # points may stand so, but before the question
+        colons = re.search(r"^[ \t]*[A-H]\s*[:：]", text, re.MULTILINE)  # points may look so, but before the question
         return not colons or not text[lines[-1].end() :].strip()
     marks = list(_INLINE_OPTION.finditer(text))
     starts = [k for k, match in enumerate(marks) if (match[1] or match[2]) == "A"]
@@ -131,8 +131,8 @@ def _in_order(letters: list[str]) -> bool:
 
 
 def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1.0 only when all of it is right; ``partial`` says how much is. Error for a row without answer or of unknown
-    type."""
+    """Return score 1.0 if everything is right, else 0.0; ``partial`` is the share that is right. The status is
+    ``error`` for a row without an answer or of unknown type."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     ground_truth = listed(ground_truth)
     if ground_truth is None or (isinstance(ground_truth, (str, list, tuple)) and not ground_truth):
@@ -157,12 +157,12 @@ def score(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | 
 
 
 def _may_ask(ground_truth: Any, info: Mapping[str, Any]) -> bool:
-    """Return True if a ground truth or an option is a question itself, as in a dialogue."""
+    """Return True if a ground truth or an option is itself a question, as in a dialogue."""
     return "?" in half_width(f"{ground_truth} {list(k12_read.options_of(info).values())}")
 
 
 def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
-    """Raise DataError for a row that no answer could be right for. Reads texts only: about 0.1 ms, no SymPy."""
+    """Raise DataError for a row that no answer can satisfy. Reads texts only: about 0.1 ms, no SymPy."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     check_listed(ground_truth)
     truth = listed(ground_truth)
@@ -190,7 +190,7 @@ def check_row(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
             continue
         formulas = not letters and all(
             any(map(_FORMULA.search, of)) for of in ([value], options.values())
-        )  # may be equal: only the scorer can tell
+        )  # may be equal: only the scorer can decide
         if not formulas and (options or kind == "multiple_choice"):
             among = (
                 f"none of the options {', '.join(options)}"
@@ -207,7 +207,7 @@ def _judge(pred: str, partial: float, **parts: float) -> dict[str, Any]:
 
 
 def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
-    """One option, by its letter or its text."""
+    """Score one option, named by its letter or its text."""
     options = k12_read.options_of(info)
     gold_text = str(truth[0] if isinstance(truth, (list, tuple)) else truth)
     if circled := selections.circled(gold_text):
@@ -234,7 +234,7 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
 
 
 def _first(*forms: tuple[str, Callable[[], set[str] | None]]) -> set[str]:
-    """The letters of the first form that names any; empty for none."""
+    """Return the letters of the first form that names any; empty if none does."""
     for form, read in forms:
         if found := read():
             trace.read(form, " ".join(sorted(found)))
@@ -247,14 +247,14 @@ def _same_letters(gold: set[str], found: set[str]) -> bool:
 
 
 def _beside_refused(pred: str, options: Mapping[str, str]) -> set[str] | None:
-    """The option whose text a prediction names beside that of a refused one: "Paris, not London"."""
+    """Return the option that a prediction names next to a refused option: "Paris, not London"."""
     pair = grammar.beside_refused(pred) if options else None
     found, refused = (k12_options.named(text, options) for text in pair) if pair else (None, None)
     return found if found and found != refused else None
 
 
 def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Several options in any order. ``partial``: the share that was found, when nothing wrong was."""
+    """Score several options in any order. ``partial``: the share of right options named, 0 if any is wrong."""
     options = k12_read.options_of(info)
     values = truth if isinstance(truth, (list, tuple)) else [truth]
     if circled := selections.circled("".join(map(str, values))):
@@ -294,8 +294,8 @@ def _true_false(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -
 
 
 def _judgement(response: str, pred: str) -> bool | None:
-    """Read a judgement from the last line of a response without box or "answer is", or of a first word with its reason;
-    else of the answer."""
+    """Read a judgement from the last line of a response without box or "answer is", or from a first word with its
+    reason; else from the answer."""
     text = unmarked(response)
     for part in (text.rsplit("\n", 1)[-1], text) if text else ():
         said = k12_truth.truth(part)
@@ -305,7 +305,7 @@ def _judgement(response: str, pred: str) -> bool | None:
 
 
 def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dict[str, Any]:
-    """Blank by blank in order (in any with ``extra_info.unordered``). More answers than blanks are all wrong."""
+    """Score blank by blank in order (in any order with ``extra_info.unordered``). More answers than blanks score 0."""
     golds = list(truth) if isinstance(truth, (list, tuple)) else list(k12_read.split_blanks(str(truth), commas=True))
     accepted = [[str(item) for item in gold] if isinstance(gold, (list, tuple)) else [str(gold)] for gold in golds]
     parts = k12_read.split_blanks(pred, len(golds))
@@ -335,8 +335,8 @@ def _blanks(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
 
 
 def _any_short(golds: list[str], pred: str, question: str) -> bool:
-    """Return True if one ground truth is met. Another unit may be right where the question names none for the answer;
-    a number of per cent only where it asks for per cent."""
+    """Return True if a prediction equals any ground truth. Another unit is accepted unless the question names one;
+    another percent form only if the question asks for per cent."""
     convert = not measures.asks_for_unit(question)
     return any(same_short(gold, pred, convert) and not other_percent(gold, pred, question) for gold in golds)
 
@@ -370,7 +370,7 @@ def _short(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> dic
 
 
 def _said_short(text: str, pred: str, golds: list[str], question: str) -> bool:
-    """Return True if a name, an answer before its explanation, or one beside a refused answer is right."""
+    """Return True if a name, an answer before its explanation, or an answer next to a refused one is right."""
     if pair := grammar.beside_refused(pred):
         said, refused = pair
         trace.read("answer beside a refused one", said)
@@ -392,7 +392,8 @@ _SCORE = {
 
 
 def scorer(rest: str) -> MathScorer:
-    """The scorer of ``k12`` and ``k12/<anything>``. Raises DataError for a name that only begins so."""
+    """Return the scorer of ``k12`` and ``k12/<anything>``. Raises DataError for a longer word that begins with
+    ``k12``."""
     if rest and rest[0] not in "/_-.":
         raise DataError(f"data_source 'k12{rest}' has no verifier; call it k12/{rest}, or set reward.path")
     _warm()

@@ -1,6 +1,6 @@
-"""Boxes and points: read from an answer, brought to the ground truth's coordinates, compared, matched.
+"""Boxes and points: read from an answer, converted to the ground truth's coordinates, compared, matched.
 
-A box is (x1, y1, x2, y2) with x1 < x2 and y1 < y2, x to the right and y down. Python only: an answer holds few boxes.
+A box is (x1, y1, x2, y2) with x1 < x2 and y1 < y2, x to the right and y down. Python only: answers have few boxes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ Numbers = tuple[float, ...]
 Box = tuple[float, float, float, float]
 
 MAX_SHAPES = 100
-"""Boxes of an answer or ground truth; the matching takes their cube."""
+"""Maximum boxes of an answer or ground truth; matching takes O(n³)."""
 MAX_TEXT = 20_000
 SCALES: dict[str, float | None] = {"pixels": None, "0-1": 1.0, "0-100": 100.0, "0-1000": 1000.0}
-"""Name of a coordinate system -> its largest coordinate; None: the image's own size."""
+"""Coordinate system -> its largest coordinate; None is the image's size in pixels."""
 
 _NUMBER = r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?(?![\w.%])"
 _BAD_NUMBER = re.compile(r"[+-]?\s*\b(?:nan|inf(?:inity)?)\b", re.IGNORECASE)
@@ -41,7 +41,7 @@ _CALLED = re.compile(
     r"(?:pyautogui\.)?(?:(?:left_|double_?)?click|tap|moveTo)\s*\((?P<call>[^()]*)\)|<(?P<name>click|tap)>(?P<tag>[^<>]*)</(?P=name)>",
     re.IGNORECASE,
 )
-"""A point as agents of graphical interfaces give it: ``click(x=60, y=70)``."""
+"""A point in the form of GUI agents: ``click(x=60, y=70)``."""
 _LABEL = re.compile(
     r"(?:(?:the|its)\s+)?(?:bounding\s+box|bbox|box|coordinates?|point|position|location)(?:\s+(?:is|are))?\s*[:=]?\s+",
     re.IGNORECASE,
@@ -51,12 +51,12 @@ _AROUND_NAMED = re.compile(
     r"(?:at\s+)?(?:coordinates\s+)?[(\[{]?\s*\0(?:\s*(?:[,;]|\band\b|和)?\s*\0)+\s*[)\]}]?",
     re.IGNORECASE,
 )
-"""Text around coordinates that are named; ``\\0`` stands for each of them."""
+"""Text around named coordinates; each coordinate is replaced by ``\\0``."""
 
 
 def answer_text(response: str) -> str:
-    """Text of an answer of coordinates: as in mathematics, but with all lines of an ``<answer>`` tag, and without box
-    or tag also the last code block, or the JSON that a response is."""
+    """Return the answer's text with coordinates: as in mathematics, but with all lines of an ``<answer>`` tag. Without
+    box or tag it may also be the last code block, or a response that is JSON."""
     text = after_thinking(response).strip()
     if text.endswith("</answer>") and (tag := text[:-9].rpartition("<answer>"))[1] and not _MARKED.search(tag[2]):
         text = tag[2].strip()
@@ -70,9 +70,10 @@ def answer_text(response: str) -> str:
 
 
 def shapes(value: Any, size: int) -> list[Numbers] | None:
-    """Every box (``size`` 4) or point (2) of a value: numbers, a list of such, ``{"bbox_2d": …}``, or a text with them.
+    """Return every box (``size`` 4) or point (2) of a value: numbers, lists of them, ``{"bbox_2d": …}``, or text with
+    them.
 
-    None when something in it is none: another count of numbers, one that is not finite, a sentence with "or" or "not".
+    None if a part is no such shape: wrong count, a non-finite number, a sentence with "or" or "not".
     """
     try:
         found = _of_text(value, size) if isinstance(value, str) else _of_value(value, size)
@@ -82,9 +83,9 @@ def shapes(value: Any, size: int) -> list[Numbers] | None:
 
 
 def _of_value(value: Any, size: int) -> list[Numbers]:
-    """Raises ValueError or TypeError for a value that is no shape and no list of them."""
+    """Return the shapes of a parsed value. Raises ValueError or TypeError if it has none."""
     if isinstance(value, Mapping):
-        filled = {key: item for key, item in value.items() if item is not None}  # parquet fills the keys of other rows
+        filled = {key: item for key, item in value.items() if item is not None}  # parquet adds other rows' keys
         keys = [key for key in _KEYS[size] if key in filled]
         if not keys and all(corner in filled for corner in _CORNERS[size]):
             return [_numbers([filled[corner] for corner in _CORNERS[size]], size)]
@@ -111,7 +112,7 @@ def _numbers(items: Sequence[Any], size: int) -> Numbers:
 
 
 def _of_text(text: str, size: int) -> list[Numbers]:
-    """Raises ValueError for a text that holds brackets which are no shape, or says what it is not."""
+    """Return the shapes of a text. Raises ValueError for brackets that are no shape, and for "or" and "not"."""
     if len(text) > MAX_TEXT or _BAD_NUMBER.search(text):
         raise ValueError("too long, or with a number that is none")
     text = text.strip().rstrip(".;。").translate(_SIGNS).strip("$`* ")
@@ -139,7 +140,7 @@ def _of_text(text: str, size: int) -> list[Numbers]:
     outside = _GROUP.sub(" ", text)
     if _DOUBT.search(outside) or re.search(r"\d\s*,\s*\d", outside):
         raise ValueError("no single answer")
-    inside = [group.group(1) for group in groups if re.search(r"\d", group.group(1))]  # a remark in brackets is none
+    inside = [group.group(1) for group in groups if re.search(r"\d", group.group(1))]  # ignores remarks in brackets
     if not all(map(_LIST.fullmatch, inside)):
         raise ValueError("brackets with more than numbers")
     listed = [_floats(text) for text in inside]
@@ -149,7 +150,7 @@ def _of_text(text: str, size: int) -> list[Numbers]:
 
 
 def _named(text: str, size: int) -> Numbers | None:
-    """Coordinates that are named once each and make up the text: ``x=60, y=100``, ``(x1: 1, y1: 2, x2: 3, y2: 4)``."""
+    """Return coordinates named once each that make up the text: ``x=60, y=100``, ``(x1: 1, y1: 2, x2: 3, y2: 4)``."""
     names = [name or _HAN_NAMES[han] for name, han, _ in _NAMED.findall(text)]
     if sorted(names) != sorted(_CORNERS[size]) or not _AROUND_NAMED.fullmatch(_NAMED.sub("\0", text)):
         return None
@@ -162,8 +163,8 @@ def _floats(text: str) -> list[float]:
 
 
 def rescaled(numbers: Numbers, source: str, target: str, width: float | None, height: float | None) -> Numbers:
-    """Coordinates of ``source`` in those of ``target`` (both of SCALES). Raises ValueError when that takes a size that
-    is not given."""
+    """Convert coordinates from scale ``source`` to ``target`` (both in SCALES). Raises ValueError if that needs a size
+    that is missing."""
     if source == target:
         return numbers
     if "pixels" in (source, target) and (width is None or height is None):
@@ -185,7 +186,7 @@ def _area(box: Numbers) -> float:
 
 
 def iou(first: Numbers, second: Numbers) -> float:
-    """Intersection over union, in [0, 1]; 0 when either is no box (corners swapped, no area)."""
+    """Return intersection over union, in [0, 1]; 0 if either is not a box (corners swapped, no area)."""
     if not is_box(first) or not is_box(second):
         return 0.0
     width = min(first[2], second[2]) - max(first[0], second[0])
@@ -198,7 +199,7 @@ def iou(first: Numbers, second: Numbers) -> float:
 
 
 def best_assignment(weights: Sequence[Sequence[float]]) -> list[tuple[int, int]]:
-    """(row, column) pairs with the largest sum of weights, each row and column at most once, min(rows, columns) pairs.
+    """Return min(rows, columns) pairs (row, column) with the largest sum of weights, each row and column at most once.
 
     The Hungarian method with potentials, O(rows² · columns); exact.
     """
@@ -206,7 +207,7 @@ def best_assignment(weights: Sequence[Sequence[float]]) -> list[tuple[int, int]]
     if rows > columns:
         return [(row, column) for column, row in best_assignment(list(zip(*weights, strict=True)))]
     of_row, of_column = [0.0] * (rows + 1), [0.0] * (columns + 1)
-    row_at = [0] * (columns + 1)  # of each column, counted from 1; 0: free
+    row_at = [0] * (columns + 1)  # row of each column, both counted from 1; 0: free
     for row in range(1, rows + 1):
         row_at[0], at = row, 0
         least, before, seen = [math.inf] * (columns + 1), [0] * (columns + 1), [False] * (columns + 1)

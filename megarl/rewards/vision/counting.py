@@ -1,4 +1,4 @@
-"""The one whole number that an answer states, in digits or words, whatever is counted."""
+"""Read the one whole number that an answer states, in digits or words, for any counted thing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LOOSE = re.compile(
     r"sunglasses|goggles|scissors|pants|trousers|jeans|shorts|pliers|tweezers)\b))\b|几|[对双打](?=$|[一-鿿])",
     re.IGNORECASE,
 )
-"""Rest of another count: ``two pairs``, ``dozens``."""
+"""Remaining words of another count: ``two pairs``, ``dozens``."""
 _COUNT = re.compile(
     rf"(?P<digits>(?<![A-Za-z0-9_.])(?<!\d,)[+-]?(?:\d{{1,3}}(?:,\d{{3}})+|"
     rf"\d+)(?:\.\d+)?(?![\d,.]*[\dA-Za-z_])(?P<behind>\s*(?:[%/^*×:=+-]|\\)\s*[\d{{]?|\s*%)?)"
@@ -45,8 +45,7 @@ _SECOND_COUNT = re.compile(
     r"(?<!the )(?<!in )(?<!of )(?<!\d)\d+(?:st|nd|rd|th)\b|\b[xX×]\s?\d|"
     r"\d\s?[xX×](?![\w-])|\b(?=[VX]|I[IVX])X{0,3}(?:IX|IV|V?I{0,3})\b(?!-)"
 )
-"""Numbers that _COUNT passes over beside the one that it finds: ``4th``, ``x4``, ``IV``; not "the 2nd image", not
-"A4"."""
+"""Numbers next to the count that _COUNT does not match: ``4th``, ``x4``, ``IV``; not "the 2nd image", not "A4"."""
 _NOT_COUNTS = re.compile(
     r"一共|一起|一张|一幅|[图画][片像中里]*[一二三]|第[零一二三四五六七八九十]+|\b(?:the|this|that|each|no|which"
     r"|every)\s+one\b|\bone\s+of\b",
@@ -69,7 +68,7 @@ _UNSEEN = re.compile(
     r"|(?:我|[图画][片像面]?[中里上]?)?(?:没有?看[到见]|看不[到见]|找不到|未见)(?:任何|有)?(?![^,，。]*(?:[图像片]|数量|区别|不同|清楚))[一-鿿]{1,8}",
     re.IGNORECASE,
 )
-"""Sentence that denies a thing: "I don't see any dogs", 没有看到狗. "I can't see any image" denies no thing."""
+"""Sentence that denies a thing: "I don't see any dogs", 没有看到狗. "I can't see any image" denies none."""
 _PLACE = (
     r"(?:(?:are|is|of\s+(?:them|which))\s+)?(?:on|in|at|to|under|behind|beside|near|above|below|by|inside|outside|"
     r"next\s+to)\s+(?:the|its|a|an)\s+[a-z ]{1,30}"
@@ -84,7 +83,7 @@ _PARTS = re.compile(
 
 
 def read_count(text: str) -> int | None:
-    """The one whole number that an answer states, in digits or words, whatever is counted; None for none, several, or a
+    """Return the one whole number that an answer states, in digits or words; None for no number, several, or a
     guess."""
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mbox)\s*\{([^{}]*)\}", r" \1 ", half_width(text).strip())
     text = re.sub(r"[$*`\"'{}]|\\[,;!() ]", " ", text).strip().rstrip(".!").strip()
@@ -115,7 +114,7 @@ _SUM = re.compile(
 
 
 def _total(found: Sequence[re.Match[str]], before: str, behind: str) -> int | None:
-    """``5`` of ``2 cats and 3 dogs, so 5``; None where the parts have another sum."""
+    """Return ``5`` of ``2 cats and 3 dogs, so 5``; None if the parts have another sum."""
     values = [
         None if match["behind"] else _whole(with_digits(" ".join(match.group().replace(",", "").split())).strip())
         for match in found
@@ -131,12 +130,12 @@ _PART = re.compile(
     r"(?:\s*(?:[,;]|\band\b|和|,\s*and\b)\s*)?(?:其?在?[左右上下中前后][一-鿿]{0,3}有?)?[\s)]*",
     re.IGNORECASE,
 )
-"""Rest of one part: `` on the left and ``, 只，右边."""
+"""Remaining text of one part: `` on the left and ``, 只，右边."""
 _HAN_PLACE = re.compile(r"\s*(?:在?[左右上下中前后][一-鿿]{0,3}有?)?\s*")
 
 
 def _divided(found: Sequence[re.Match[str]], text: str, end_of_noun: int) -> int | None:
-    """``3`` of ``3 dogs, 2 on the left and 1 on the right``; None where the parts have another sum or are of other
+    """Return ``3`` of ``3 dogs, 2 on the left and 1 on the right``; None if the parts have another sum or count other
     things."""
     total, *parts = [
         None if match["behind"] else _whole(with_digits(" ".join(match.group().replace(",", "").split())).strip())
@@ -157,6 +156,6 @@ def _divided(found: Sequence[re.Match[str]], text: str, end_of_noun: int) -> int
 
 
 def _whole(text: str) -> int | None:
-    """``3`` and ``3.0``, not ``3.5``; None also for numbers beyond any count."""
+    """Return 3 for ``3`` and ``3.0``; None for ``3.5`` and numbers of more than 15 digits."""
     match = re.fullmatch(r"([+-]?\d{1,15})(?:\.0+)?", text)
     return int(match.group(1)) if match else None

@@ -1,4 +1,4 @@
-"""Text that is read from an image: its distance from an accepted text, and where an answer quotes it."""
+"""Text read from an image: its distance from an accepted text, and quotations in an answer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import unicodedata
 from megarl.rewards.answer.grammar import after_thinking, last_tag, unmarked
 
 THRESHOLD = 0.5
-"""Threshold of ANLS (ST-VQA, 1905.13648) and of IoU, where a row gives none."""
+"""Default threshold of ANLS (ST-VQA, 1905.13648) and of IoU."""
 
 _WRAPPED = re.compile(r"\\(?:text|mathrm|textbf|mathbf|mbox|textit|emph)\s*\{([^{}]*)\}")
 _PLAIN = str.maketrans(
@@ -37,7 +37,7 @@ _SHOWN = re.compile(
 
 
 def levenshtein(first: str, second: str) -> int:
-    """Insertions, deletions and substitutions of characters that turn one text into the other."""
+    """Return the Levenshtein distance: character insertions, deletions and substitutions between two texts."""
     row = list(range(len(second) + 1))
     for i, sign in enumerate(first, 1):
         before, row[0] = row[0], i
@@ -47,7 +47,7 @@ def levenshtein(first: str, second: str) -> int:
 
 
 def anls(gold: str, pred: str, threshold: float = THRESHOLD) -> float:
-    """1 − distance / longer length of the texts in small letters with single spaces, or 0 below the threshold
+    """Return 1 − distance / longer length of the lower-case texts with single spaces; 0 below the threshold
     (1907.00490, eq. 1)."""
     gold, pred = (" ".join(text.casefold().split()) for text in (gold, pred))
     longer = max(len(gold), len(pred))
@@ -55,17 +55,16 @@ def anls(gold: str, pred: str, threshold: float = THRESHOLD) -> float:
         return 1.0
     if (
         longer == 0 or 1 - abs(len(gold) - len(pred)) / longer < threshold
-    ):  # no distance is less than the lengths' difference
+    ):  # the distance is at least the difference of the lengths
         return 0.0
     similarity = 1 - levenshtein(gold, pred) / longer
     return similarity if similarity >= threshold else 0.0
 
 
 def similarity(gold: str, pred: str, response: str, threshold: float) -> float:
-    """The largest ANLS of a text and an answer, each as it is, without its marks, and in one way of writing.
+    """Return the largest ANLS of a text and an answer, each unchanged, without markup, and normalized.
 
-    What stands on several lines, or is quoted in a sentence ("The sign says …"), counts too where it is the text
-    exactly.
+    Text on several lines, or quoted in a sentence ("The sign says …"), also counts if it equals the accepted text.
     """
     golds = {gold, legible(gold)}
     best = max(anls(one, text, threshold) for one in golds for text in {pred, bare(pred), legible(pred)})
@@ -76,7 +75,7 @@ def similarity(gold: str, pred: str, response: str, threshold: float) -> float:
 
 
 def _whole(response: str) -> list[str]:
-    """All lines of an answer that is no longer than a text may be."""
+    """Return all lines of an answer, and its quotation, unless the answer is longer than any accepted text."""
     answer = after_thinking(response)
     tag = last_tag(answer)
     text = tag[1] if tag and not answer[tag[0] :].strip() else unmarked(response)
@@ -84,13 +83,13 @@ def _whole(response: str) -> list[str]:
 
 
 def bare(text: str) -> str:
-    """An answer without what only marks it as one: quotation marks, ``\\text``, a final stop."""
+    """Remove markup of an answer: quotation marks, ``\\text``, a final full stop."""
     text = _WRAPPED.sub(r"\1", text.strip())
     return text.strip(" \t\n\"'`*“”‘’「」").rstrip(".。").strip(" \"'`*“”‘’「」")
 
 
 def legible(text: str) -> str:
-    """Normalize as ``bare`` does, on one line, in composed characters and plain dashes and quotation marks, without
+    """Normalize as ``bare`` does; also join lines, compose characters, unify dashes and quotation marks, and remove
     LaTeX's escapes."""
     text = _ACCENT.sub(lambda match: match[2] + _ACCENTS[match[1]], _BREAKS.sub(" ", text))
     text = re.sub(r"\\([$%&_#{}])|\\[,;: ]", lambda match: match[1] or " ", _WRAPPED.sub(r"\1", text))
@@ -99,13 +98,13 @@ def legible(text: str) -> str:
 
 
 def quoted(text: str) -> str:
-    """``STOP`` of 'The sign says "STOP".'; '' for a text that quotes nothing."""
+    """Return ``STOP`` of 'The sign says "STOP".'; '' for a text without a quotation."""
     match = _QUOTED.fullmatch(text.strip())
     said = (match["en"] or match["zh"]).strip() if match else ""
     return re.sub(r"\s*[.。]$", "", said)
 
 
 def shown(text: str) -> str:
-    """``a cat`` of "The image shows a cat."; '' for another sentence."""
+    """Return ``a cat`` of "The image shows a cat."; '' for other sentences."""
     match = _SHOWN.fullmatch(text.strip())
     return match[1] if match else ""

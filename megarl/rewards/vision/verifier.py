@@ -1,6 +1,6 @@
-"""Questions about images with an answer that a program can check. What is accepted: docs/rewards_vision.md.
+"""Verifier for questions about images with a checkable answer. Accepted forms: docs/rewards_vision.md.
 
-The image itself is not looked at: each subtype compares the answer's text with the row's ground truth.
+The image is not read: each subtype compares the answer's text with the row's ground truth.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from megarl.rewards.vision.read_text import THRESHOLD, shown, similarity
 VisionScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 
 MAX_GOLD = 1000
-"""Characters of an accepted text; the distance takes their square."""
+"""Maximum characters of an accepted text; the distance takes quadratic time."""
 
 
 def verdict(status: str, score: float, pred: str, reason: str = "", **parts: float) -> dict[str, Any]:
-    """The dict that a scorer returns."""
+    """Return a scorer's result dict."""
     result = {
         "score": score,
         "acc": status == "ok",
@@ -55,13 +55,13 @@ def _error(reason: str) -> dict[str, Any]:
 
 
 def _setting(info: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Read a setting of a row; parquet gives every row the keys of all, with None where a row has none."""
+    """Read a setting of a row; None counts as missing, since parquet gives every row all keys."""
     value = info.get(name)
     return default if value is None else value
 
 
 def _number(info: Mapping[str, Any], name: str, default: float | None = None, most: float = math.inf) -> float | None:
-    """A setting above 0 and at most ``most``. Raises ValueError for another."""
+    """Return a setting above 0 and at most ``most``. Raises ValueError for other values."""
     value = _setting(info, name, default)
     if value is None:
         return None
@@ -90,7 +90,7 @@ def score_math(solution_str: str, ground_truth: Any, extra_info: Mapping[str, An
 
 
 def _choice_info(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dict[str, Any]:
-    """extra_info with its type. Raises ValueError for a type that is no choice."""
+    """Return extra_info with its type filled in. Raises ValueError for a type that is not a choice."""
     info = dict(extra_info) if isinstance(extra_info, Mapping) else {}
     if info.get("type") is None:
         info["type"] = (
@@ -104,7 +104,8 @@ def _choice_info(ground_truth: Any, extra_info: Mapping[str, Any] | None) -> dic
 
 
 def score_choice(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Score as ``k12`` does with one or more of given options. Error for a ground truth that is none of them."""
+    """Score as ``k12`` does, with one or more given options. The status is ``error`` if no option is the ground
+    truth."""
     ground_truth = math_verifier.listed(ground_truth)
     try:
         info = _choice_info(ground_truth, extra_info)
@@ -125,7 +126,7 @@ def score_choice(solution_str: str, ground_truth: Any, extra_info: Mapping[str, 
 
 
 def _count_gold(ground_truth: Any) -> int:
-    """Raises ValueError for a ground truth that is no whole number from 0."""
+    """Return the ground truth as a number. Raises ValueError unless it is a whole number from 0."""
     gold = None
     if isinstance(ground_truth, (int, str)) and not isinstance(ground_truth, bool):
         gold = read_count(str(ground_truth))
@@ -137,7 +138,8 @@ def _count_gold(ground_truth: Any) -> int:
 
 
 def score_count(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1.0 for exactly the number. Error for a ground truth that is no whole number from 0."""
+    """Return score 1.0 for exactly the number. The status is ``error`` if the ground truth is no whole number from
+    0."""
     try:
         gold = _count_gold(ground_truth)
     except ValueError as error:
@@ -152,7 +154,7 @@ def score_count(solution_str: str, ground_truth: Any, extra_info: Mapping[str, A
 
 
 def _anls_row(ground_truth: Any, info: Mapping[str, Any]) -> tuple[list[str], float]:
-    """(accepted texts, threshold). Raises ValueError when either is none."""
+    """Return (accepted texts, threshold). Raises ValueError if either is invalid."""
     ground_truth = math_verifier.listed(ground_truth)
     values = ground_truth if isinstance(ground_truth, (list, tuple)) else [ground_truth]
     golds = [
@@ -168,8 +170,8 @@ def _anls_row(ground_truth: Any, info: Mapping[str, Any]) -> tuple[list[str], fl
 
 
 def score_anls(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The largest ANLS over the accepted texts; ok when it is 1, which is a right text. Error without an accepted
-    text."""
+    """Return the largest ANLS over the accepted texts; the status is ``ok`` if it is 1, and ``error`` without an
+    accepted text."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
         golds, threshold = _anls_row(ground_truth, info)
@@ -186,7 +188,7 @@ def score_anls(solution_str: str, ground_truth: Any, extra_info: Mapping[str, An
 
 
 def _scales(info: Mapping[str, Any]) -> tuple[str, str, float | None, float | None]:
-    """(answer's coordinates, ground truth's, width, height). Raises ValueError for a setting that is none."""
+    """Return (answer's coordinate system, ground truth's, width, height). Raises ValueError for an invalid setting."""
     answer = _setting(info, "coordinates", "pixels")
     gold = _setting(info, "gt_coordinates", answer)
     for name, value in (("coordinates", answer), ("gt_coordinates", gold)):
@@ -196,7 +198,7 @@ def _scales(info: Mapping[str, Any]) -> tuple[str, str, float | None, float | No
 
 
 def _golds(ground_truth: Any, size: int) -> list[Numbers]:
-    """Raises ValueError for a ground truth without shapes, or with boxes that have no area."""
+    """Return the ground truth's shapes. Raises ValueError if there are none, or a box has no area."""
     found = shapes(ground_truth, size)
     if not found:
         raise ValueError(
@@ -211,7 +213,7 @@ def _golds(ground_truth: Any, size: int) -> list[Numbers]:
 def _box_row(
     ground_truth: Any, info: Mapping[str, Any]
 ) -> tuple[list[Numbers], float, tuple[str, str, float | None, float | None], str]:
-    """(boxes, threshold, scales, what the score is). Raises ValueError for one that is none."""
+    """Return (boxes, threshold, scales, kind of score). Raises ValueError if any is invalid."""
     golds = _golds(ground_truth, 4)
     threshold = _number(info, "threshold", THRESHOLD, most=1.0) or THRESHOLD
     scales = _scales(info)
@@ -225,7 +227,7 @@ def _box_row(
 def _point_row(
     ground_truth: Any, info: Mapping[str, Any]
 ) -> tuple[list[Numbers], float | None, tuple[str, str, float | None, float | None]]:
-    """(boxes or points, radius, scales). Raises ValueError for one that is none."""
+    """Return (boxes or points, radius, scales). Raises ValueError if any is invalid."""
     radius, scales = _number(info, "radius"), _scales(info)
     golds = _golds(ground_truth, 4 if radius is None else 2)
     rescaled((0.0, 0.0), *scales)
@@ -233,7 +235,7 @@ def _point_row(
 
 
 def score_box(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1.0 when the boxes are as many as the ground truth's and each matches one of them by IoU >=
+    """Return score 1.0 if there are as many boxes as in the ground truth and each matches one of them by IoU >=
     ``extra_info.threshold``.
 
     ``iou``: the mean over the larger number of boxes; it is the score with ``extra_info.score`` "iou".
@@ -249,7 +251,7 @@ def score_box(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any
     if not found:
         return _right(False, pred, iou=0.0, boxes=0.0)
     overlaps = [[iou(gold, box) for box in found] for gold in golds]
-    # As many matches as there can be, and of those ways the one with the largest overlap.
+    # The most matches first; among these assignments the largest total overlap.
     weights = [[value + (len(golds) + 1) * (value >= threshold) for value in row] for row in overlaps]
     matched = [overlaps[row][column] for row, column in best_assignment(weights)]
     mean = sum(matched) / max(len(golds), len(found))
@@ -262,8 +264,8 @@ def score_box(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any
 
 
 def score_point(solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """1.0 for one point inside (or on the border of) any of the ground truth's boxes; with ``extra_info.radius``, in
-    the ground truth's coordinates, for one at most so far from any of its points."""
+    """Return score 1.0 for one point in (or on the border of) any box of the ground truth. With ``extra_info.radius``:
+    for one point within that distance of any of its points, in the ground truth's coordinates."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
         golds, radius, scales = _point_row(ground_truth, info)
@@ -293,8 +295,7 @@ SUBTYPES: dict[str, VisionScorer] = {
 
 
 def check_row(subtype: str, ground_truth: Any, extra_info: Mapping[str, Any] | None) -> None:
-    """Raise DataError for a row of a subtype (of SUBTYPES) that no answer could be right for. Reads texts only, no
-    SymPy."""
+    """Raise DataError for a row of a subtype (in SUBTYPES) that no answer can satisfy. Reads texts only, no SymPy."""
     info = extra_info if isinstance(extra_info, Mapping) else {}
     try:
         if subtype == "math":
@@ -314,7 +315,8 @@ def check_row(subtype: str, ground_truth: Any, extra_info: Mapping[str, Any] | N
 
 
 def scorer(rest: str) -> VisionScorer:
-    """The scorer of ``vision/<subtype>`` and ``vision/<subtype>/<anything>``. Raises DataError for another subtype."""
+    """Return the scorer of ``vision/<subtype>`` and ``vision/<subtype>/<anything>``. Raises DataError for other
+    subtypes."""
     slash, _, name = rest.partition("/")
     subtype = name.partition("/")[0]
     if slash or subtype not in SUBTYPES:
@@ -323,5 +325,5 @@ def scorer(rest: str) -> VisionScorer:
             "set reward.path"
         )
     if subtype in ("math", "choice"):
-        math_verifier.scorer("")  # imports SymPy and math-verify before an answer waits for them
+        math_verifier.scorer("")  # import SymPy and math-verify now, not at the first answer
     return SUBTYPES[subtype]

@@ -1,4 +1,4 @@
-"""Images of a row inside its prompt, as parts of the messages' contents, for stores that keep only prompts."""
+"""Move a row's images into its prompt as parts of message contents, for stores that keep only prompts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megarl.tasks.row_files import RowLocation
 
 
 def with_inline_images(task: Task) -> Task:
-    """Move a row's images into its prompt, each as a part ``{type: image, image: data: URI}``; rows of text stay."""
+    """Move a row's images into its prompt as parts ``{type: image, image: data: URI}``; other rows stay unchanged."""
     if not task.images:
         return task
     return replace(
@@ -23,7 +23,7 @@ def with_inline_images(task: Task) -> Task:
 
 
 def without_inline_images(task: Task) -> Task:
-    """Take the images out again. Raises DataError for parts that hold no image."""
+    """Undo :func:`with_inline_images`. Raises DataError for parts without an image."""
     if not any(isinstance(message.get("content"), list) for message in task.prompt):
         return task
     images, prompt = images_of(RowLocation(Path(task.task_id), 0), {"prompt": list(task.prompt)})

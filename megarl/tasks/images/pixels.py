@@ -14,21 +14,21 @@ DEFAULT = (56 * 56, 28 * 28 * 1280)
 
 
 class PixelLimits(NamedTuple):
-    """Fewest and most pixels of a resized image."""
+    """Minimum and maximum pixels of a resized image."""
 
     low: int
     high: int
 
     @property
     def size(self) -> dict[str, int]:
-        """``size`` of Qwen2-VL's image processors, which have pixels under the names of edges."""
+        """``size`` setting of Qwen2-VL's image processors, which store pixels under the names of edges."""
         return {"shortest_edge": self.low, "longest_edge": self.high}
 
 
 def pixel_limits(path: str | os.PathLike[str], low: int | None = None, high: int | None = None) -> PixelLimits:
-    """``low`` and ``high``, and for what is None the value of the processor in the checkpoint directory ``path``.
+    """Return ``low`` and ``high``; for None, the value of the processor in the checkpoint directory ``path``.
 
-    Raises CheckpointError for a file that is no JSON object.
+    Raises CheckpointError if a file is not a JSON object.
     """
     found = _image_processor(Path(path))
     size = found.get("size")
@@ -45,6 +45,6 @@ def _first(*values: int | None) -> int:
 
 
 def _image_processor(folder: Path) -> Mapping[str, Any]:
-    """Settings of the image processor, from the file that transformers takes them from."""
+    """Return the image processor's settings, from the file that transformers reads."""
     nested = read_json(folder / "processor_config.json").get("image_processor")
     return nested if isinstance(nested, Mapping) else read_json(folder / "preprocessor_config.json")

@@ -1,5 +1,5 @@
-"""Images as a model takes them and lengths of prompts that have some, by the model's own processor. Imports torch and
-transformers; nothing else needs it."""
+"""Model inputs of images, and lengths of prompts with images, by the model's processor. Imports torch and
+transformers, which no other module of ``tasks`` needs."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ SHOWN_AFTER_S = 2.0
 
 
 class Processor:
-    """The processor of an HF checkpoint directory. Its methods may be called by several threads where ``has_grid``."""
+    """Processor of an HF checkpoint directory. Its methods are thread-safe if ``has_grid``."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor
         self._images = processor.image_processor
         self.has_grid = type(self._images).__name__.startswith("Qwen2VLImageProcessor")
-        """True for the image processors of Qwen2-VL and Qwen2.5-VL: the patches of an image follow from its width and
-        height."""
+        """True for the image processors of Qwen2-VL and Qwen2.5-VL: width and height of an image determine its
+        patches."""
 
     @property
     def placeholder(self) -> int:
@@ -47,11 +47,11 @@ class Processor:
     def open(
         cls, path: str | os.PathLike[str], min_pixels: int | None = None, max_pixels: int | None = None
     ) -> Processor:
-        """Open the processor; ``min_pixels`` and ``max_pixels`` (``model.min_image_pixels`` and
-        ``model.max_image_pixels``) go before its own limits.
+        """Open the processor; ``min_pixels`` and ``max_pixels`` (``model.min_image_pixels``,
+        ``model.max_image_pixels``) override its limits.
 
-        Raises CheckpointError when the directory has none, it cannot be loaded here, or it resizes images by other
-        limits than pixels and one is given.
+        Raises CheckpointError if the directory has none, it cannot be loaded here, or a limit is given for a processor
+        that does not limit pixels.
         """
         folder = Path(path)
         if not any((folder / name).is_file() for name in PROCESSOR):
@@ -82,9 +82,9 @@ class Processor:
         self._images.size = SizeDict(**pixel_limits(folder, low, high).size)
 
     def grid(self, image: bytes) -> Grid:
-        """Patches of an image as :meth:`pixels` makes them, from the head of its file: nothing is decoded.
+        """Return the patches of an image as :meth:`pixels` makes them, from the file's header, without decoding.
 
-        Raises DataError for what is no image, is too large or too narrow, and where not ``has_grid``.
+        Raises DataError if it is no image, too large or too narrow, or not ``has_grid``.
         """
         if not self.has_grid:
             raise DataError(f"patches of {type(self._images).__name__} do not follow from the size of an image alone")
@@ -105,14 +105,14 @@ class Processor:
         return 1, rows // own.patch_size, columns // own.patch_size
 
     def num_vectors(self, image: bytes) -> int:
-        """Return the number of an image's vectors, and so its tokens in a prompt. Raises as :meth:`grid`."""
+        """Return the number of an image's vectors, equal to its tokens in a prompt. Raises as :meth:`grid`."""
         time, rows, columns = self.grid(image)
         return time * rows * columns // self._images.merge_size**2
 
     def expand(self, ids: np.ndarray, images: Sequence[bytes]) -> np.ndarray:
-        """int32 [T] with as many placeholders for each image as it has vectors, from ``ids`` with one for each.
+        """Return int32 [T]: ``ids`` with each image's placeholder repeated once per vector of the image.
 
-        Raises DataError as :meth:`grid`, and for other numbers of placeholders than images.
+        Raises DataError as :meth:`grid`, and if placeholders and images differ in number.
         """
         places = ids == self.placeholder
         if (found := int(np.count_nonzero(places))) != len(images):
@@ -122,9 +122,10 @@ class Processor:
         return np.repeat(ids, counts)
 
     def pixels(self, image: bytes) -> tuple[np.ndarray, Grid]:
-        """(float32 [patches, channels * temporal patch * patch²], its grid) of an image by the model's image processor.
+        """Return (float32 [patches, channels * temporal patch * patch²], its grid) of an image by the model's image
+        processor.
 
-        Raises DataError for what cannot be decoded or the processor refuses, and where not ``has_grid``.
+        Raises DataError if decoding or the processor fails, or not ``has_grid``.
         """
         if not self.has_grid:
             raise DataError(f"{type(self._images).__name__} makes no patches of images, as Qwen2-VL's do")
@@ -134,20 +135,20 @@ class Processor:
         return np.asarray(made["pixel_values"], dtype=np.float32), (time, rows, columns)
 
     def prompt_ids(self, text: str, images: Sequence[bytes]) -> np.ndarray:
-        """Return int32 [P]: ids of a rendered prompt with expanded placeholders. Decodes the images whole.
+        """Return int32 [P]: ids of a rendered prompt with expanded placeholders. Decodes the images.
 
-        Raises DataError when they are not as many as the text's placeholders, or cannot be decoded.
+        Raises DataError if the number of images differs from the placeholders, or an image cannot be decoded.
         """
         self._check_placeholders(text, len(images))
         with _refusing():
             decoded = [decode(image) for image in images]
-            # A list of one prompt with its own list of images: the form that every processor takes.
+            # one prompt with its list of images: every processor accepts this form
             ids = self._processor(text=[text], images=[decoded], add_special_tokens=False)["input_ids"][0]
         return np.asarray(ids, dtype=np.int32)
 
     def num_added(self, text: str, ids: np.ndarray, images: Sequence[bytes]) -> int:
-        """Number of tokens by which :meth:`prompt_ids` is longer than ``ids``, those of the text; where ``has_grid``
-        nothing is decoded for it. Raises DataError as that does, and for other numbers of placeholders than images."""
+        """Return the number of tokens that :meth:`prompt_ids` adds to ``ids``, the ids of the text. With ``has_grid``
+        no image is decoded. Raises DataError as :meth:`prompt_ids`."""
         if not self.has_grid:
             return len(self.prompt_ids(text, images)) - len(ids)
         self._check_placeholders(text, len(images))
@@ -182,9 +183,9 @@ def _refused(error: Exception | str) -> DataError:
 def added_lengths(
     tasks: Sequence[Row], tokenizer: ChatTokenizer, processor: Processor | None, *, path: Place | None = None
 ) -> list[int]:
-    """Number of tokens by which each prompt is longer with its images than ``encode_rows`` gives it.
+    """Return the number of tokens that images add to each prompt of ``encode_rows``.
 
-    Raises DataError naming file and row, as ``Processor.num_added`` does, and the chat template.
+    Raises DataError naming file and row, as ``Processor.num_added`` and the chat template do.
     """
     return [0 if processor is None else _named(tasks, row, path, tokenizer, processor) for row in range(len(tasks))]
 
@@ -192,7 +193,7 @@ def added_lengths(
 def prompt_lengths(
     tasks: Sequence[Row], tokenizer: ChatTokenizer, processor: Processor | None, *, path: Place | None = None
 ) -> list[int]:
-    """Tokens of each row's prompt with its images; without a processor with one token for each image.
+    """Return the tokens of each row's prompt with its images; without a processor each image counts as one token.
 
     Raises as ``encode_rows`` and :func:`added_lengths`.
     """
@@ -209,13 +210,13 @@ def check_image_prompts(
     *,
     path: Place | None = None,
 ) -> None:
-    """Decode every image; refuse prompts that have more than ``limit`` tokens with their images. Shows a progress bar.
+    """Decode every image and refuse prompts of more than ``limit`` tokens, images included. Shows a progress bar.
 
     Args:
-        tasks: All rows of ``path`` in order, or ones whose places it names.
+        tasks: All rows of ``path`` in order, or rows that ``path`` locates.
 
     Raises:
-        DataError: naming file, row, length and limit; and what the model's processor and its chat template refuse.
+        DataError: naming file, row, length and limit; also if the processor or the chat template refuses a row.
     """
     lengths = prompt_lengths(tasks, tokenizer, processor, path=path)
     for row, (task, length) in enumerate(zip(tasks, lengths, strict=True)):
@@ -230,8 +231,7 @@ def check_image_prompts(
 
 
 def check_image_files(tasks: Sequence[Row], *, path: Place | None = None) -> None:
-    """Decode every image, with a progress bar. Raises DataError naming file and row of one that is truncated or
-    damaged."""
+    """Decode every image, with a progress bar. Raises DataError naming file and row of a truncated or damaged image."""
     rows = [row for row, task in enumerate(tasks) if task.images]
     bar = tqdm(
         total=sum(len(tasks[row].images) for row in rows),
@@ -250,7 +250,7 @@ def check_image_files(tasks: Sequence[Row], *, path: Place | None = None) -> Non
 
 
 def _faults(tasks: Sequence[Row]) -> Iterator[ValueError | None]:
-    """Yield for each task the reason why an image cannot be decoded. Uses threads: Pillow releases Python's lock."""
+    """Yield for each task the reason why an image cannot be decoded, or None. Uses threads: Pillow releases the GIL."""
 
     def fault_of(task: Row) -> ValueError | None:
         try:

@@ -1,6 +1,6 @@
-"""Images of rows, as verl has them: a column ``images`` beside a prompt with ``<image>`` where each belongs.
+"""Images of rows in verl's form: a column ``images`` and a prompt with ``<image>`` at each image's place.
 
-A task keeps each image as the bytes of its file: the store holds them, and any node can read them from there.
+A task keeps each image as the bytes of its file: the store keeps them, and any node can read them there.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from megarl.tasks.row_files import RowLocation
 PLACEHOLDER = "<image>"
 MAX_IMAGES = 16
 MAX_ROW_BYTES = 32 * 2**20
-"""Limit of a row's images together, as files. The store and each call to an engine carry them (there a third more, as
-base64)."""
+"""Maximum bytes of a row's image files together. The store and each engine request carry them (requests a third more,
+as base64)."""
 
 
 def images_of(location: RowLocation, row: Mapping[str, Any], field: str = "prompt") -> tuple[tuple[bytes, ...], Any]:
-    """(a row's images, its prompt with every content a text in which each has its ``<image>``).
+    """Return a row's images, and its prompt with text contents that have an ``<image>`` for each.
 
-    An image is ``{bytes, path}`` as of Hugging Face's ``datasets``, ``{image: …}``, or bare: bytes, a path (relative to
-    the file of rows) or a ``data:`` URI. A column ``image`` has one image; it comes first in the user's first message
-    where the prompt has no ``<image>``. A content may be a list of parts, which may hold the images themselves. A text
-    without images keeps an ``<image>`` that it talks about.
+    An image is ``{bytes, path}`` as in Hugging Face's ``datasets``, ``{image: …}``, or bare: bytes, a path (relative to
+    the file of rows) or a ``data:`` URI. A column ``image`` has one image; without an ``<image>`` in the prompt it goes
+    first in the user's first message. A content may be a list of parts, which may contain the images. A text without
+    images keeps a literal ``<image>``.
 
     Args:
         field: Name of the prompt's column, for messages.
 
-    Raises DataError for images that cannot be read or are too large, and where they are not as many as the ``<image>``.
+    Raises DataError if images cannot be read or are too large, or differ in number from the ``<image>`` marks.
     """
     if row.get("videos"):
         location.refuse("videos", "empty, since videos are not supported", row["videos"])
@@ -64,21 +64,21 @@ def images_of(location: RowLocation, row: Mapping[str, Any], field: str = "promp
 
 
 def with_messages(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A row whose prompt is a text, with the text as a message of the user."""
+    """Return the row with a text prompt converted to a user message."""
     prompt = row["prompt"]
     return {**row, "prompt": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) and prompt else row
 
 
 def chat_messages(task: Task | Preference) -> list[dict[str, Any]]:
-    """The prompt for a chat template: of a row with images each content as a list of ``{type: image}`` and ``{type:
-    text}``."""
+    """Return the prompt for a chat template; with images, each content is a list of ``{type: image}`` and
+    ``{type: text}``."""
     if not task.images:
         return [dict(message) for message in task.prompt]
     return with_parts(task.prompt)
 
 
 def png_of(pixels: np.ndarray) -> bytes:
-    """File of a picture, uint8 [height, width, 3]."""
+    """Return the PNG file of a picture, uint8 [height, width, 3]."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -87,9 +87,9 @@ def png_of(pixels: np.ndarray) -> bytes:
 
 
 def placed(texts: Sequence[str], images: Sequence[bytes]) -> list[str]:
-    """Texts with one ``<image>`` for each image: all before the first text where none has an ``<image>``.
+    """Return texts with one ``<image>`` per image; if none has one, all go before the first text.
 
-    Raises ValueError where they have another number of them.
+    Raises ValueError if the texts have another number of them.
     """
     found = sum(text.count(PLACEHOLDER) for text in texts)
     if images and not found:
@@ -119,7 +119,7 @@ def _parts(content: str | None) -> list[dict[str, Any]]:
 
 
 def with_text(message: Any) -> Any:
-    """An answer's message whose content, where it is a list of ``{type: text, text}`` alone, is their text."""
+    """Return an answer's message with content of only ``{type: text, text}`` parts joined into a text."""
     content = message.get("content") if isinstance(message, dict) else None
     if not isinstance(content, list) or not all(
         isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
@@ -129,8 +129,8 @@ def with_text(message: Any) -> Any:
 
 
 def _as_texts(location: RowLocation, prompt: Any, field: str) -> tuple[Any, list[Any]]:
-    """(the prompt with texts for lists of parts, the images that the parts hold); what is no message is left for others
-    to refuse."""
+    """Return (the prompt with texts for lists of parts, the images in the parts). Invalid messages stay, for later
+    checks to refuse."""
     if not isinstance(prompt, list):
         return prompt, []
     messages: list[Any] = []
@@ -200,5 +200,5 @@ def _bytes(location: RowLocation, field: str, value: Any) -> bytes:
 
 
 def columns_of(tasks: Sequence[Task | Preference]) -> list[list[dict[str, Any]]]:
-    """The column ``images`` of these tasks, as Hugging Face's ``datasets`` writes it."""
+    """Return the column ``images`` of these tasks in the form of Hugging Face's ``datasets``."""
     return [[{"bytes": image, "path": None} for image in task.images] for task in tasks]

@@ -1,11 +1,11 @@
 """Conversations in other projects' formats, converted to chat messages ``{role, content}``.
 
-- ShareGPT: ``{from: human | gpt | system | …, value}`` in the column ``conversations``, beside a text ``system``
+- ShareGPT: ``{from: human | gpt | system | …, value}`` in the column ``conversations``, and a column ``system``
 - Open-Reasoner-Zero (ORZ): a row is ``[{from: human, value}, {from: assistant, ground_truth: {value}}]``; in parquet
   its two messages are the columns ``0`` and ``1``
 - Anthropic's HH-RLHF: a text of turns that begin with ``Human:`` and ``Assistant:`` after an empty line
 
-A value in none of these forms is returned as it is: the reader of the row refuses it by name.
+Values in other forms are returned unchanged: the reader of the row refuses them by name.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-"""ShareGPT's ``from`` -> role of a message, if the names differ."""
+"""ShareGPT's ``from`` -> role of a message, if they differ."""
 SPEAKERS = (*ROLES, "system", "user", "assistant", "developer", "tool")
-"""Every ``from`` of a message: names of ShareGPT, and roles."""
+"""Every ``from`` of a message: ShareGPT's names and roles."""
 CONVERSATION = "conversations"
 PAIR = ("0", "1")
 """Columns of ORZ's two messages in parquet."""
@@ -42,8 +42,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def as_messages(value: Any) -> Any:
-    """Return a conversation as a list of messages ``{role, content}``: ShareGPT's list, one message alone, or a text of
-    HH-RLHF."""
+    """Return a conversation as a list of messages ``{role, content}``. It may be ShareGPT's list, a single message or
+    an HH-RLHF text."""
     if isinstance(value, dict) and (_is_sharegpt(value) or value.get("role") is not None):
         return [_message(value)]
     if isinstance(value, list):
@@ -52,8 +52,8 @@ def as_messages(value: Any) -> Any:
 
 
 def transcript(text: str) -> list[dict[str, Any]]:
-    """Return the messages of a text of HH-RLHF, white space around each content left out. A last turn of the assistant
-    without a text is left out: the text is a prompt."""
+    """Return the messages of an HH-RLHF text, with contents stripped. A last assistant turn without text is dropped:
+    the text is then a prompt."""
     _, *parts = TURN.split(text)
     turns = [
         {"role": OF_TURNS[speaker], "content": content.strip()}
@@ -65,8 +65,8 @@ def transcript(text: str) -> list[dict[str, Any]]:
 def with_conversations(
     names: Sequence[str], rows: Sequence[Mapping[str, Any]]
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """(names of the columns, rows) with a column ``conversations`` of chat messages where the file has one of these
-    forms, and ``reward_model`` where ORZ's rows have a ground truth. Files in other forms stay."""
+    """Return (column names, rows) with a column ``conversations`` of chat messages if the file has one of these forms,
+    and ``reward_model`` if ORZ's rows have a ground truth. Files in other forms are unchanged."""
     found = [dict(row) for row in rows]
     pairs = CONVERSATION not in names and any(_is_sharegpt(row.get(PAIR[0])) for row in found)
     if not pairs and CONVERSATION not in names:
@@ -92,7 +92,7 @@ def with_conversations(
 
 
 def without_response(messages: Any) -> Any:
-    """Return the messages up to the last one that the assistant has not written: the prompt of a task."""
+    """Return the messages without the assistant's last ones: the prompt of a task."""
     if not isinstance(messages, list):
         return messages
     last = len(messages)
@@ -108,7 +108,7 @@ def _is_sharegpt(message: Any) -> bool:
 
 
 def _message(message: Any) -> Any:
-    """One message with ``role`` and ``content``. ShareGPT's ``weight`` is left out, since only the last message is
+    """Return a message with ``role`` and ``content``. ShareGPT's ``weight`` is dropped, since only the last message is
     learned."""
     if not _is_sharegpt(message):
         return message
@@ -125,7 +125,7 @@ def _message(message: Any) -> Any:
 
 
 def _calls(text: str) -> Any:
-    """Calls of a ShareGPT message: JSON of one ``{name, arguments}`` or of a list of them; other texts stay
+    """Parse the calls of a ShareGPT message: JSON of one ``{name, arguments}`` or a list of them; other texts are
     unchanged."""
     try:
         found = json.loads(text)

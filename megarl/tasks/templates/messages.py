@@ -1,4 +1,4 @@
-"""Chat messages of rows with all their fields, and a row's further arguments for the chat template."""
+"""Chat messages of rows with all fields, and other arguments of a row for the chat template."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ AS_TEXT = re.compile(
     r"""(?=.*['"](?:content|tool_calls|value)['"]\s*:).*\]\s*""",
     re.DOTALL,
 )
-"""A list of messages that was written as text: it has roles and contents, or ShareGPT's names of them. Other lists in
-JSON are texts."""
+"""A list of messages written as text: with roles and contents, or ShareGPT's names for them. Other JSON lists are plain
+texts."""
 OPTIONS = ("chat_template_kwargs", "tools", "enable_thinking")
-"""Columns for the chat template: TRL's two, and verl's for one option."""
+"""Columns for the chat template: two of TRL, and verl's for one option."""
 
 
 def messages_of(location: RowLocation, field: str, value: Any) -> tuple[Message, ...]:
     """Return chat messages. Raises DataError if there are none or one is invalid.
 
-    Fields that are null, and empty tool calls, are left out: parquet gives every message the fields of all. Inside a
-    field parquet knows no absent key either, so nulls are left out there as well.
+    Null fields and empty tool calls are dropped: parquet gives every message the fields of all. Nulls inside a field
+    are dropped too, since parquet has no absent keys.
     """
     if not isinstance(value, list) or not value:
         location.refuse(field, "a non-empty list of {role, content} messages", value)
@@ -84,8 +84,8 @@ def _check_arguments(location: RowLocation, field: str, arguments: Any) -> None:
 
 
 def with_lists(location: RowLocation, row: Mapping[str, Any], fields: Sequence[str]) -> Mapping[str, Any]:
-    """Return a row with lists of messages in ``fields``, in place of their JSON texts and of the forms of ``forms.py``.
-    Raises DataError for messages that were written as another text, such as Python's."""
+    """Return a row with lists of messages in ``fields``, converted from JSON texts and the forms of ``forms.py``.
+    Raises DataError for messages written as other text, such as Python's."""
     found = dict(row)
     for field in fields:
         text = row.get(field)
@@ -100,8 +100,8 @@ def with_lists(location: RowLocation, row: Mapping[str, Any], fields: Sequence[s
 
 
 def prompt_of(location: RowLocation, field: str, value: Any) -> tuple[Message, ...]:
-    """Chat messages that end with the user's or a tool's; a plain text is one such message. Raises DataError
-    otherwise."""
+    """Return chat messages that end with the user's or a tool's; a plain text becomes one user message. Raises
+    DataError otherwise."""
     if isinstance(value, str) and value:
         return ({"role": "user", "content": value},)
     found = messages_of(location, field, value)
@@ -114,10 +114,11 @@ def prompt_of(location: RowLocation, field: str, value: Any) -> tuple[Message, .
 
 
 def answer_of(location: RowLocation, field: str, value: Any) -> tuple[str, Message | None, tuple[Message, ...]]:
-    """An answer's text, its message and the messages before it: a text alone, or messages that end with the
+    """Return an answer's text, its message and the messages before it, from a text or messages that end with the
     assistant's.
 
-    Raises DataError otherwise."""
+    Raises DataError otherwise.
+    """
     if not isinstance(value, list):
         if not isinstance(value, str) or not value:
             location.refuse(field, "a non-empty string, or messages that end with the assistant's", value)
@@ -157,7 +158,7 @@ def template_kwargs_of(location: RowLocation, row: Mapping[str, Any]) -> dict[st
 
 
 def _with_parameters(location: RowLocation, field: str, tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool with the JSON schema that its parameters are the JSON text of: parquet has one struct for all tools."""
+    """Parse a tool's parameters if they are JSON text: parquet has one struct type for all tools."""
     if isinstance(tool.get("function"), dict):
         return {**tool, "function": _with_parameters(location, f"{field}.function", tool["function"])}
     if not isinstance(tool.get("parameters"), str):
@@ -166,7 +167,7 @@ def _with_parameters(location: RowLocation, field: str, tool: dict[str, Any]) ->
 
 
 def _parsed(location: RowLocation, field: str, value: Any, kind: type) -> Any:
-    """A struct or list, or its JSON text, without a struct's nulls where the file's format adds them."""
+    """Return a struct or list, or parse its JSON text, without the null fields that the file's format adds."""
     if isinstance(value, str):
         try:
             value = json.loads(value)

@@ -1,7 +1,7 @@
 """Check that a chat template renders every message and tool call of a conversation.
 
-Templates pass over roles, second calls and contents that they do not know. So the conversation is rendered once more
-with a marker in place of each content and of each call's arguments, and every marker must be in the text.
+Templates may skip unknown roles, second calls and unknown contents. So the conversation is rendered again with a marker
+in place of each content and each call's arguments. Every marker must be in the text.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from typing import Any
 from megarl.core.errors import DataError
 
 Messages = Sequence[Mapping[str, Any]]
-"""``{role, content, …}``; content is a text, None beside tool calls, or a list of parts as ``chat_messages`` gives
-it."""
+"""``{role, content, …}``; content is a text, None with tool calls, or a list of parts as in ``chat_messages``."""
 MARKER = "0f1e2d3c{:06d}"
 MOST = 1024
-"""Most conversation shapes that are cached."""
+"""Maximum cached conversation shapes."""
 
 
 class ShownMessages:
@@ -32,7 +31,7 @@ class ShownMessages:
         """Raise DataError for a message or call missing in the text of ``render``.
 
         Args:
-            key: What the template is given beside the messages.
+            key: The template's other inputs.
         """
         shape = hashlib.sha256(ascii((key, [_shape(message) for message in messages])).encode()).digest()
         if shape in self._whole:
@@ -40,7 +39,7 @@ class ShownMessages:
         marked = _Marked(messages)
         try:
             text = render(marked.messages)
-        except DataError:  # a template that reads contents, and takes no other than the real ones
+        except DataError:  # a template that reads contents and accepts only the real ones
             text = render(messages)
             lost = next((what for _, what, given in marked.places if not _is_in(given, text)), None)
         else:
@@ -56,11 +55,11 @@ class ShownMessages:
 
 
 class _Marked:
-    """A conversation with markers in place of its texts, and the markers' meanings."""
+    """A conversation with markers in place of its texts, and the texts that they replace."""
 
     def __init__(self, messages: Messages) -> None:
         self.places: list[tuple[str, str, str]] = []
-        """(marker, what it stands for, the text itself)"""
+        """(marker, description of the text, the text)"""
         self.messages = [self._message(number, message) for number, message in enumerate(messages)]
 
     def _mark(self, what: str, text: str) -> str:
@@ -97,7 +96,7 @@ class _Marked:
 
 
 def _shape(message: Mapping[str, Any]) -> list[Any]:
-    """Return a message's role, fields and kinds of values, on which a template may depend."""
+    """Return the parts of a message that a template may depend on: role, fields and kinds of values."""
     return [message.get("role"), *((name, _kind(value)) for name, value in message.items() if name != "role")]
 
 
@@ -127,13 +126,13 @@ def argument_texts(messages: Messages) -> Iterator[str]:
 
 
 def is_verbatim(arguments: str, text: str) -> bool:
-    """Return True if a rendered text has arguments as they stand, not as a JSON string. An empty text is none."""
+    """Return True if a rendered text has the arguments verbatim, not as a JSON string; False for empty arguments."""
     encoded = (json.dumps(arguments, ensure_ascii=ascii_only) for ascii_only in (False, True))
     return bool(arguments.strip()) and arguments.strip() in text and not any(form in text for form in encoded)
 
 
 def with_objects(messages: Messages) -> list[dict[str, Any]]:
-    """Messages whose calls have the object that their arguments are the JSON text of; other texts stay."""
+    """Return messages with call arguments parsed from JSON text to objects; other texts are unchanged."""
 
     def parsed(call: Mapping[str, Any]) -> dict[str, Any]:
         if "function" in call:

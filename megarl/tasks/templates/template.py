@@ -1,5 +1,4 @@
-"""The chat template of a checkpoint, rendered as transformers renders it (``utils/chat_template_utils.py`` of version
-5)."""
+"""Chat template of a checkpoint, rendered as by transformers (``utils/chat_template_utils.py`` of version 5)."""
 
 from __future__ import annotations
 
@@ -20,8 +19,7 @@ from megarl.core.errors import CheckpointError, DataError
 from megarl.tasks.templates.shown import Messages, ShownMessages, argument_texts, is_verbatim, with_objects
 
 IDENTIFIERS = ("name", "tool_call_id", "id")
-"""Fields of a message that a template may pass over: they point at other messages and hold nothing that a model
-reads."""
+"""Fields of a message that a template may skip: they refer to other messages and have no content for the model."""
 RESERVED = ("messages", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize")
 """Arguments of transformers' ``apply_chat_template`` that rows may not set."""
 DEFAULT, TOOL_USE = "default", "tool_use"
@@ -30,13 +28,13 @@ _ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticE
 
 
 class ChatTemplate:
-    """A checkpoint's templates by name: ``default``, and ``tool_use`` where tools have one of their own."""
+    """A checkpoint's templates by name: ``default``, and ``tool_use`` if there is a separate one for tools."""
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, str], day: date | None = None) -> None:
-        """``variables``: the special tokens. ``day``: the one that ``strftime_now`` formats (midnight); None is the
-        present moment.
+        """``variables``: the special tokens. ``day``: date for ``strftime_now`` (midnight); None is the current time.
 
-        Raises jinja2.TemplateSyntaxError."""
+        Raises jinja2.TemplateSyntaxError.
+        """
         environment = _environment(lambda: datetime.now() if day is None else datetime.combine(day, time()))
         self.text = "\n".join(sources.values())
         """Sources of all templates."""
@@ -49,14 +47,15 @@ class ChatTemplate:
         }
 
     def render(self, messages: Messages, kwargs: Mapping[str, Any], *, answered: bool = False) -> str:
-        """The text of a conversation up to where the model's answer begins; with ``answered`` of one that ends with it.
+        """Return the text of a conversation up to the start of the model's answer; if ``answered``, including the
+        answer.
 
-        ``kwargs``: what else the template is given: ``tools``, ``documents``, ``enable_thinking``, ….
+        ``kwargs``: other inputs of the template: ``tools``, ``documents``, ``enable_thinking``, ….
 
-        A tool call's arguments may be JSON text: a template that does not write it as it stands is given the object.
+        A tool call's arguments may be JSON text: a template that does not write the text verbatim gets the parsed
+        object.
 
-        Raises DataError where the template fails or refuses, for a field or option that it does not look at, and for a
-        message or call that it leaves out.
+        Raises DataError if the template fails or refuses, ignores a field or option, or omits a message or call.
         """
         name = TOOL_USE if kwargs.get("tools") is not None and TOOL_USE in self._templates else DEFAULT
         self._check(kwargs, self._names[name])
@@ -104,7 +103,8 @@ class ChatTemplate:
 
 
 def _with_arguments(messages: Messages, write: Callable[[Messages], str]) -> tuple[str, Messages]:
-    """(text, messages): arguments that are JSON text stand in it, or become objects. Raises DataError as ``write``."""
+    """Return (text, messages) with JSON text arguments rendered verbatim, else parsed to objects. Raises DataError as
+    ``write``."""
     texts = list(argument_texts(messages))
     if not texts:
         return write(messages), messages
@@ -112,7 +112,7 @@ def _with_arguments(messages: Messages, write: Callable[[Messages], str]) -> tup
         text = write(messages)
         if all(is_verbatim(arguments, text) for arguments in texts):
             return text, messages
-    except DataError:  # a template that takes objects only
+    except DataError:  # a template that accepts only objects
         pass
     objects = with_objects(messages)
     return write(objects), objects
@@ -152,17 +152,18 @@ class _Message(dict[str, Any]):
         return super().values()
 
     def __iter__(self) -> Iterator[str]:
-        """The dict's own. CPython copies a dict without asking for its fields, unless its class has one
-        (``dict(message)``)."""
+        """Define ``__iter__`` again: without it CPython's ``dict(message)`` would copy without calling the methods
+        above."""
         return super().__iter__()
 
 
 def read_template(
     folder: Path, config: Mapping[str, Any], variables: Mapping[str, str], day: date | None
 ) -> ChatTemplate:
-    """The templates of a checkpoint directory. ``config``: its tokenizer_config.json.
+    """Read the templates of a checkpoint directory. ``config``: its tokenizer_config.json.
 
-    Raises CheckpointError when there is none, or it cannot be read."""
+    Raises CheckpointError if there is none, or it cannot be read.
+    """
     sources = _sources(folder, config)
     if not sources.get(DEFAULT):
         raise CheckpointError(
@@ -175,15 +176,15 @@ def read_template(
 
 
 def writes_date(folder: Path) -> bool:
-    """Return True if a template of this checkpoint asks for the time. Raises CheckpointError for a file that cannot be
-    read."""
+    """Return True if a template of this checkpoint uses the current time. Raises CheckpointError for an unreadable
+    file."""
     return any(
         "strftime_now" in source for source in _sources(folder, read_json(folder / "tokenizer_config.json")).values()
     )
 
 
 def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Files go before tokenizer_config.json, as in transformers."""
+    """Return template sources by name. Files override tokenizer_config.json, as in transformers."""
     extra = {file.stem: file.read_text() for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if (file := folder / "chat_template.jinja").is_file():
         return extra | {DEFAULT: file.read_text()}
@@ -195,8 +196,7 @@ def _sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 class _Generation(Extension):
-    """``{% generation %}``: marks what the model wrote. Rendered as its content, in a scope of its own as in
-    transformers."""
+    """``{% generation %}``: marks the model's text. Renders its content in a separate scope, as in transformers."""
 
     tags = {"generation"}
 
@@ -210,7 +210,7 @@ class _Generation(Extension):
 
 
 def _environment(now: Callable[[], datetime]) -> jinja2.Environment:
-    """Sandboxed; block tags leave no blank lines."""
+    """Return a sandboxed environment; block tags leave no blank lines."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )

@@ -1,4 +1,4 @@
-"""Marks of thoughts that are not ``<think>`` and ``</think>``, rewritten to these two for all readers of responses.
+"""Marks of thoughts other than ``<think>`` and ``</think>``, rewritten to these two for all readers of responses.
 
 Sources: chat templates of Seed-OSS, Magistral and Granite 3; OpenAI's harmony format for gpt-oss.
 """
@@ -18,8 +18,7 @@ class ThoughtMarks(NamedTuple):
     tokens: frozenset[str]
     """Special tokens that ``common`` reads."""
     common: Callable[[str], str]
-    """Rewrites a response, its ``tokens`` included, to one whose thoughts stand between ``<think>`` and
-    ``</think>``."""
+    """Rewrites a response, its ``tokens`` included, to one with thoughts between ``<think>`` and ``</think>``."""
 
 
 def _replaced(opening: str, closing: str) -> ThoughtMarks:
@@ -33,8 +32,8 @@ _RECIPIENT = re.compile(r"\bto=(functions\.[^\s<]+)")
 def _of_harmony(text: str) -> str:
     """Rewrite messages of channels: ``analysis`` is thought, a message to a function stays a call, others are text.
 
-    A call becomes ``<|start|>functions.NAME<|message|>ARGUMENTS<|call|>``. The header of a message that was cut off is
-    left out.
+    A call becomes ``<|start|>functions.NAME<|message|>ARGUMENTS<|call|>``. The header of a truncated message is
+    dropped.
     """
     parts, header, opened, at = list[str](), "", False, 0
     for mark in [*_PART.finditer(text), None]:
@@ -45,10 +44,10 @@ def _of_harmony(text: str) -> str:
             header, opened = "", False
         elif kind == "<|message|>":
             header, opened = header + piece, True
-        elif kind == "<|end|>":  # of a thought that the prompt has opened
+        elif kind == "<|end|>":  # end of a thought opened by the prompt
             parts.append(piece + CLOSE)
         elif first and kind in ("", "<|return|>") and "<|channel|>" not in piece:
-            parts.append(piece)  # no message at all, or one that the prompt has opened
+            parts.append(piece)  # no message, or a message opened by the prompt
     return "".join(parts)
 
 

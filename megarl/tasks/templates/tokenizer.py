@@ -1,7 +1,7 @@
-"""Chat prompts to token ids and back, by the checkpoint's tokenizer.json and chat template.
+"""Convert chat prompts to token ids and back, with the checkpoint's tokenizer.json and chat template.
 
-transformers' AutoTokenizer gives the same ids but imports torch (3.6 s and 300 MB against 0.05 s here), which the
-explorer and the launcher need for nothing else. A test compares the two.
+transformers' AutoTokenizer gives the same ids (tested) but imports torch (3.6 s and 300 MB against 0.05 s here), which
+the explorer and the launcher do not need otherwise.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from megarl.tasks.templates.thought_marks import thought_marks
 from megarl.tasks.tools.functions import template_tools
 
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")
-"""Files of a multimodal model."""
+"""Configuration files of a multimodal model's processor."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens passed to a template, as in transformers."""
 AT_ONCE = 1024
-"""Number of texts encoded in one batch."""
+"""Number of texts per encoding batch."""
 TAGS = frozenset({"<think>", "</think>", "<answer>", "</answer>"})
-"""Text that verifiers read, though a tokenizer may have it as special tokens."""
+"""Tags that verifiers read, although a tokenizer may have them as special tokens."""
 LONGEST_CHARACTER = 4
-"""Most bytes, and so tokens, of a character in UTF-8."""
+"""Maximum bytes, and so tokens, of a UTF-8 character."""
 PROBE = "0f1e2d3c"
-"""Probe answer, to find the text that a template writes after answers."""
+"""Probe answer that locates the text which a template writes after answers."""
 
 
 class ChatTokenizer:
@@ -62,17 +62,17 @@ class ChatTokenizer:
         self.kwargs = dict(kwargs or {})
         """Options of the template; a row's own options take precedence."""
         self.eos_ids = eos_ids
-        """Tokens that end a response: generation_config.json's, else the tokenizer's own."""
+        """Tokens that end a response: from generation_config.json, else the tokenizer's end token."""
         self.multimodal = multimodal
-        """True if the model has a processor. Some of its templates then pass over a content that is a plain text."""
+        """True if the model has a processor. Some templates then skip content that is a plain text."""
         self.suffix = self._after_answers()
-        """Text that the template writes after a response; "" where that is unknown."""
+        """Text that the template writes after a response; "" if unknown."""
         written = next((i for i in self.encode(self.suffix).ids if i in eos_ids), None)
         self.end_id: int = next(i for i in (written, own_eos, eos_ids[0]) if i in eos_ids)
-        """Token that ends demonstrations: the one with which the template ends an answer, where sampling ends with it;
-        else the tokenizer's own eos_token, else the first of ``eos_ids``."""
+        """Token that ends demonstrations: the template's token after an answer if sampling stops at it, else the
+        tokenizer's eos_token, else the first of ``eos_ids``."""
         self.ends_otherwise: str | None = self.suffix.strip() or None if written is None else None
-        """Text that the template writes after an answer, where sampling does not end with it."""
+        """Text that the template writes after an answer if sampling does not stop at it; else None."""
 
     @classmethod
     def of(cls, config: Config) -> ChatTokenizer:
@@ -92,9 +92,8 @@ class ChatTokenizer:
     def open(
         cls, path: str | os.PathLike[str], kwargs: Mapping[str, Any] | None = None, day: date | None = None
     ) -> ChatTokenizer:
-        """Read tokenizer.json, the chat template and the end tokens. ``kwargs``: options of the template, which a row's
-        own go before; ``day``: that of templates that write one. Raises CheckpointError naming what is missing or
-        damaged."""
+        """Read tokenizer.json, the chat template and the end tokens. ``kwargs``: template options, overridden by a
+        row's. ``day``: date for templates that write one. Raises CheckpointError naming a missing or damaged file."""
         folder = Path(path)
         tokenizer = read_tokenizer(folder / "tokenizer.json")
         config = read_json(folder / "tokenizer_config.json")
@@ -131,11 +130,11 @@ class ChatTokenizer:
         return self._tokenizer.id_to_token(number)
 
     def render(self, messages: Messages, kwargs: Mapping[str, Any] | None = None, *, answered: bool = False) -> str:
-        """Return the text of a conversation, up to where the model's answer begins.
+        """Return the text of a conversation up to the start of the model's answer.
 
         Args:
             kwargs: Template options of the row.
-            answered: The last message is the model's answer, and no further one is to begin.
+            answered: The last message is the model's answer, and no further answer begins.
         """
         if self.multimodal:
             messages = [
@@ -145,21 +144,21 @@ class ChatTokenizer:
         return self._template.render(messages, {**self.kwargs, **(kwargs or {})}, answered=answered)
 
     def prompt_ids(self, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
-        """int32 [P]; ids of the prompt as :meth:`render` makes it."""
+        """Return int32 [P]: ids of the prompt rendered by :meth:`render`."""
         return self.rendered_ids(self.render(messages, kwargs))
 
     def rendered_ids(self, text: str) -> np.ndarray:
-        """int32 [P]; ids of a rendered prompt. The template writes the special tokens, so none are added."""
+        """Return int32 [P]: ids of a rendered prompt. The template writes the special tokens, so none are added."""
         return _array(self.encode(text).ids)
 
     def response_ids(self, text: str) -> np.ndarray:
-        """int32 [R]; ids of a demonstration's text, ended by the end-of-sequence token."""
+        """Return int32 [R]: ids of a demonstration's text with the end-of-sequence token."""
         return self.encode_responses([text])[0]
 
     def answer_ids(self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None) -> np.ndarray:
-        """int32 [R]; ids of an answer as the template renders it after the prompt, up to its end-of-sequence token.
+        """Return int32 [R]: ids of an answer rendered after the prompt, up to its end-of-sequence token.
 
-        Raises DataError where the template drops a part of it, or renders another prompt before it.
+        Raises DataError if the template drops a part of the answer or changes the prompt before it.
         """
         rendered = self.render_answer(messages, answer, kwargs)
         return self.truncate_answer(answer, rendered, list(self.encode_texts(rendered)))
@@ -167,7 +166,7 @@ class ChatTokenizer:
     def render_answer(
         self, messages: Messages, answer: Message, kwargs: Mapping[str, Any] | None = None
     ) -> tuple[str, str]:
-        """(the prompt's text, the conversation's, which begins with it). Raises as :meth:`answer_ids`."""
+        """Return (prompt's text, conversation's text beginning with it). Raises as :meth:`answer_ids`."""
         prompt, whole = self.render(messages, kwargs), self.render([*messages, answer], kwargs, answered=True)
         if not whole.startswith(prompt):
             raise DataError(
@@ -178,7 +177,7 @@ class ChatTokenizer:
         return prompt, whole
 
     def truncate_answer(self, answer: Message, rendered: tuple[str, str], encodings: Sequence[Encoding]) -> np.ndarray:
-        """Tokens after the prompt in the ``rendered`` texts, whose ``encodings`` they are. Raises as
+        """Return the tokens after the prompt in the ``rendered`` texts, given their ``encodings``. Raises as
         :meth:`answer_ids`."""
         (prompt, whole), (start, encoding) = rendered, encodings
         text = whole[len(prompt) :]
@@ -202,18 +201,18 @@ class ChatTokenizer:
         return _array(ids)
 
     def encode_texts(self, texts: Sequence[str]) -> Iterator[Encoding]:
-        """Rendered texts as tokens, ``AT_ONCE`` by all cores, since an encoding is many times larger than its ids."""
+        """Encode rendered texts on all cores, ``AT_ONCE`` per batch, since encodings are much larger than ids."""
         for first in range(0, len(texts), AT_ONCE):
             yield from self._tokenizer.encode_batch(texts[first : first + AT_ONCE], add_special_tokens=False)
 
     def encode_responses(self, texts: Iterable[str]) -> list[np.ndarray]:
-        """:meth:`response_ids` of many texts at once."""
+        """Return :meth:`response_ids` of many texts in one call."""
         return [_array([*encoding.ids, self.end_id]) for encoding in self.encode_texts(list(texts))]
 
     def encode_prompts(
         self, prompts: Iterable[Messages], kwargs: Iterable[Mapping[str, Any]] | None = None
     ) -> list[np.ndarray]:
-        """:meth:`prompt_ids` of many prompts at once, each with its ``kwargs``."""
+        """Return :meth:`prompt_ids` of many prompts in one call, each with its ``kwargs``."""
         found = list(prompts)
         options = [{} for _ in found] if kwargs is None else kwargs
         texts = [self.render(messages, given) for messages, given in zip(found, options, strict=True)]
@@ -223,8 +222,8 @@ class ChatTokenizer:
         """Return the text of tokens.
 
         Args:
-            special: Keep all special tokens. Else the text is that of a response: its thoughts stand between
-                ``<think>`` and ``</think>``, and the only other special tokens are ``TAGS``.
+            special: Keep all special tokens. Otherwise return a response's text: thoughts between ``<think>`` and
+                ``</think>``, and no other special tokens than ``TAGS``.
         """
         if special:
             return self._tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
@@ -232,26 +231,26 @@ class ChatTokenizer:
         return self._thoughts.common(self._tokenizer.decode(kept, skip_special_tokens=False))
 
     def with_calls(self, ids: Iterable[int]) -> str:
-        """Text of a response with its special tokens, as forms of tool calls need them; thoughts as in
+        """Return a response's text with its special tokens, as tool call formats need them; thoughts as in
         :meth:`decode`."""
         return self._thoughts.common(self.decode(ids, special=True))
 
     def encode(self, text: str) -> Encoding:
-        """Return the ids of a text, and the place of each in it; no special token is added."""
+        """Return the ids of a text and the position of each in it; no special token is added."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _following(self, prompt: str, whole: str, start: Encoding, encoding: Encoding) -> tuple[list[int], list[int]]:
-        """(ids that follow the prompt's own, where each ends after the prompt); ``whole`` begins with ``prompt``."""
+        """Return (ids after the prompt's ids, end of each after the prompt); ``whole`` begins with ``prompt``."""
         count = len(start.ids)
         if encoding.ids[:count] == start.ids:
             return encoding.ids[count:], [end - len(prompt) for _, end in encoding.offsets[count:]]
         encoding = self.encode(
             whole[len(prompt) :]
-        )  # a token across the border: sampling begins after the prompt's own
+        )  # if a token crosses the border: sampling begins after the prompt's ids
         return encoding.ids, [end for _, end in encoding.offsets]
 
     def _after_answers(self) -> str:
-        """Text that the template writes after an answer; nothing where it refuses the shortest of conversations."""
+        """Return the text that the template writes after an answer; "" if it refuses a minimal conversation."""
         chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}]
         try:
             return self.render(chat, None, answered=True).rpartition(PROBE)[2]
@@ -260,8 +259,8 @@ class ChatTokenizer:
 
 
 def text_of_tokens(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[str]:
-    """Text of each token, special ones included. A character of several tokens stands at its last one; those before it
-    have none. Bytes that are no character are ``�``."""
+    """Return the text of each token, including special tokens. A character of several tokens is assigned to the last of
+    them, the others get "". Invalid bytes become ``�``."""
     pieces, start, read = list[str](), 0, 0
     for end in range(1, len(ids) + 1):
         before, text = (tokenizer.decode(ids[start:stop], special=True) for stop in (read, end))
@@ -273,15 +272,15 @@ def text_of_tokens(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[str]:
 
 
 def read_tokenizer(file: Path) -> Tokenizer:
-    """A tokenizer.json without the truncation and padding that a padded call before its saving has left in it, as
-    transformers takes it. Raises CheckpointError when there is none, or it is damaged."""
+    """Read tokenizer.json without the truncation and padding that a padded call before saving left in it, as
+    transformers does. Raises CheckpointError if it is missing or damaged."""
     if not file.is_file():
         raise CheckpointError(
             f"{file.parent}: tokenizer.json is missing; model.path must be an HF checkpoint with a fast tokenizer"
         )
     try:
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises nothing narrower
+    except Exception as error:  # tokenizers raises no narrower class
         raise CheckpointError(f"{file} cannot be read ({error}); copy the checkpoint again") from error
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -298,13 +297,13 @@ def _as_parts(content: Any) -> Any:
 
 Row = Task | Preference
 Place = str | os.PathLike[str] | Callable[[Row], str]
-"""The file of rows, all of them in order; or a function that names the place of a row."""
+"""File that has all rows in order, or a function that returns the location of a row."""
 
 
 def check_prompts(tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *, path: Place | None = None) -> None:
-    """Refuse prompts of more than ``limit`` tokens. ``tasks`` are all rows of ``path`` in order (for the message).
+    """Raise DataError naming file, row, length and limit if a prompt has more than ``limit`` tokens.
 
-    Raises DataError naming file, row, length and limit.
+    ``tasks`` are all rows of ``path`` in order (for the message).
     """
     for row, ids in enumerate(encode_rows(tasks, tokenizer, path=path)):
         if len(ids) > limit:
@@ -315,7 +314,7 @@ def check_prompts(tasks: Sequence[Row], tokenizer: ChatTokenizer, limit: int, *,
 
 
 def encode_rows(tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: Place | None = None) -> list[np.ndarray]:
-    """Ids of each row's prompt. Raises DataError naming file and row of a prompt that the chat template refuses."""
+    """Return the ids of each row's prompt. Raises DataError naming file and row if the template refuses a prompt."""
     try:
         return tokenizer.encode_prompts(
             (chat_messages(row) for row in tasks), (row.chat_template_kwargs for row in tasks)
@@ -330,8 +329,7 @@ def encode_rows(tasks: Sequence[Row], tokenizer: ChatTokenizer, *, path: Place |
 def encode_demonstrations(
     tasks: Sequence[Task], tokenizer: ChatTokenizer, *, path: Place | None = None
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(prompt ids, response ids with the end token) of each row, int32. Raises DataError as :func:`encode_rows`
-    does."""
+    """Return (prompt ids, response ids with the end token) of each row, int32. Raises as :func:`encode_rows`."""
     answers = [(task.response or "", task.answer) for task in tasks]
     return list(
         zip(encode_rows(tasks, tokenizer, path=path), _encode_answers(tasks, answers, tokenizer, path), strict=True)
@@ -341,8 +339,8 @@ def encode_demonstrations(
 def encode_preferences(
     rows: Sequence[Preference], tokenizer: ChatTokenizer, *, path: Place | None = None
 ) -> list[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """(prompt, chosen, rejected) ids of each row, int32, answers with the end token. Raises as :func:`encode_rows`
-    does."""
+    """Return (prompt, chosen, rejected) ids of each row, int32, answers with the end token. Raises as
+    :func:`encode_rows`."""
     chosen = _encode_answers(rows, [(row.chosen, row.answers[0]) for row in rows], tokenizer, path)
     rejected = _encode_answers(rows, [(row.rejected, row.answers[1]) for row in rows], tokenizer, path)
     return list(zip(encode_rows(rows, tokenizer, path=path), chosen, rejected, strict=True))
@@ -351,7 +349,7 @@ def encode_preferences(
 def _encode_answers(
     rows: Sequence[Row], answers: Sequence[tuple[str, Message | None]], tokenizer: ChatTokenizer, path: Place | None
 ) -> list[np.ndarray]:
-    """Ids of each row's answer: of a text as it stands, of a message as the template renders it."""
+    """Return the ids of each row's answer: a text unchanged, a message as the template renders it."""
     found = tokenizer.encode_responses("" if message else text for text, message in answers)
     rendered: dict[int, tuple[str, str]] = {}
     for number, (row, (_, message)) in enumerate(zip(rows, answers, strict=True)):
@@ -369,7 +367,7 @@ def _encode_answers(
 
 @contextmanager
 def _named(rows: Sequence[Row], number: int, path: Place | None) -> Iterator[None]:
-    """DataErrors with the row's file and number before them."""
+    """Add the row's file and number to DataErrors."""
     try:
         yield
     except DataError as error:
@@ -377,14 +375,14 @@ def _named(rows: Sequence[Row], number: int, path: Place | None) -> Iterator[Non
 
 
 def where(tasks: Sequence[Row], row: int, path: Place | None) -> str:
-    """Place of row number ``row`` (from 0) of ``tasks``, for messages."""
+    """Return the location of row number ``row`` (from 0) of ``tasks``, for messages."""
     if path is None:
         return f"task {tasks[row].task_id}"
     return path(tasks[row]) if callable(path) else place_of(path, row)
 
 
 def _pieces(answer: Message) -> list[str]:
-    """Texts that a rendering of the answer must hold: of its fields, a thought and what follows it apart, and names of
+    """Return the texts that a rendered answer must contain: its fields (thought and rest separately) and names of
     tools."""
     fields = [value for name, value in answer.items() if isinstance(value, str) and name not in ("role", *IDENTIFIERS)]
     texts = [part.strip() for value in fields for half in value.split("</think>") for part in half.split("<think>")]

@@ -1,4 +1,4 @@
-"""Messages between the responses of a model, as token ids."""
+"""Convert messages between a model's responses to token ids."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from megarl.tasks.templates.shown import Messages
 from megarl.tasks.templates.tokenizer import PROBE, ChatTokenizer
 
 PIECE = 2**14
-"""Characters that are encoded at once to count tokens."""
+"""Characters encoded per call to count tokens."""
 
 
 def exceeds(tokenizer: ChatTokenizer, rendered: str, limit: int) -> bool:
-    """Return True if a long rendered text surely has more than ``limit`` tokens; reads no more of it than shows that.
+    """Return True if a long rendered text surely has more than ``limit`` tokens; stops reading once that is certain.
 
-    In pieces: each border may add a token on either side. False for a text of one piece.
+    Counts by pieces; each border may add a token on either side. False for a text of one piece.
     """
     count = 0
-    if len(rendered) <= max(PIECE, limit // 4):  # a character has at most four bytes, and so four tokens
+    if len(rendered) <= max(PIECE, limit // 4):  # a character has at most four bytes, so at most four tokens
         return False
     for first in range(0, len(rendered), PIECE):
         count += max(0, len(tokenizer.rendered_ids(rendered[first : first + PIECE])) - 2)
@@ -34,8 +34,8 @@ def exceeds(tokenizer: ChatTokenizer, rendered: str, limit: int) -> bool:
 
 
 def messages_of(role: str, texts: Sequence[str]) -> list[Message]:
-    """Messages of one role, as :func:`render_turns` takes them. Halves of characters become question marks."""
-    # some templates write the name of the call that a result belongs to; Mistral's has nine letters and digits
+    """Return messages of one role for :func:`render_turns`. Unpaired surrogates become question marks."""
+    # some templates write the id of the call that a result belongs to; Mistral's id has nine letters and digits
     names: list[Message] = [{"tool_call_id": f"c{i:08d}"} if role == "tool" else {} for i in range(len(texts))]
     return [
         {"role": role, "content": without_surrogates(text), **name} for text, name in zip(texts, names, strict=True)
@@ -43,14 +43,14 @@ def messages_of(role: str, texts: Sequence[str]) -> list[Message]:
 
 
 def render_turns(tokenizer: ChatTokenizer, messages: Messages, kwargs: Mapping[str, Any] | None = None) -> str:
-    """All that the template writes after a response's text, with some messages, up to where the model goes on.
+    """Render the messages after a response, from the end of its text up to the start of the model's next response.
 
     Args:
         kwargs: Template options of the row.
 
     Raises:
-        DataError: the template refuses a message, or drops a part of it. One that writes it as JSON (Llama 3.1: results
-            of tools) drops nothing.
+        DataError: the template refuses a message or drops a part of it. A template that writes it as JSON (Llama 3.1:
+            results of tools) drops nothing.
     """
     before = {"role": "user", "content": "a"}, {"role": "assistant", "content": PROBE}
     after = tokenizer.render([*before, *messages], kwargs).partition(PROBE)[2]
@@ -64,15 +64,15 @@ def render_turns(tokenizer: ChatTokenizer, messages: Messages, kwargs: Mapping[s
 
 
 def _texts(content: str | list[dict[str, Any]]) -> list[str]:
-    """Texts of a message, whose images are parts of their own."""
+    """Return the texts of a message; its images are separate parts."""
     return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
 
 
 def turn_ids(tokenizer: ChatTokenizer, rendered: str, last: int) -> np.ndarray:
-    """int32 [T]; a message that ``render_turns`` has rendered, after a response that has ended.
+    """Return int32 [T]: ids of messages that ``render_turns`` has rendered, after a response that has ended.
 
-    The token that ended the response is not repeated, be it another one than the template writes there (gpt-oss:
-    ``<|return|>``), or the first of the message (GLM-4: ``<|user|>``).
+    The token that ended the response is not repeated, even if the template writes another token there (gpt-oss:
+    ``<|return|>``), or the message begins with it (GLM-4: ``<|user|>``).
 
     Args:
         last: Token that ended the response.

@@ -1,4 +1,4 @@
-"""Tools that a model calls in the middle of a trajectory."""
+"""Tools that a model calls during a trajectory."""
 
 from megarl.tasks.tools.call_formats import ToolCall
 from megarl.tasks.tools.formats import FORMATS, ToolFormat, format_of, written_by

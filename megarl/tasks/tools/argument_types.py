@@ -1,4 +1,4 @@
-"""Types of a call's arguments by the JSON schema of its tool, for formats that write values as bare text."""
+"""Convert a call's arguments to the types of its tool's JSON schema, for formats that write values as bare text."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ Parameters = Mapping[str, Mapping[str, Any]]
 CONSTANTS = {"true": True, "false": False, "null": None, "none": None}
 """Words for constants, in lower case: Qwen3-Coder's template writes ``True`` and ``None``."""
 MAX_REFS = 8
-"""Most references and alternatives in one another that are followed."""
+"""Maximum nested references and alternatives to follow."""
 
 
 def parameters_of(tools: Iterable[Mapping[str, Any]]) -> Parameters:
-    """Schemas of the tools' parameters; a tool whose description has none is left out."""
+    """Return the schemas of the tools' parameters; a tool without a schema is skipped."""
     found = [tool.get("function", tool) for tool in tools]
     return {
         function["name"]: function["parameters"]
@@ -26,9 +26,9 @@ def parameters_of(tools: Iterable[Mapping[str, Any]]) -> Parameters:
 
 
 def read_argument(text: str, value: Any, parameters: Mapping[str, Any], name: str) -> Any:
-    """Return an argument with the type that its schema has: ``text``, or the ``value`` that it is the JSON of.
+    """Return an argument with its schema's type: ``text``, or the ``value`` parsed from it as JSON.
 
-    A text that fits no type stays the ``value``, which the tool refuses. Without a type the argument is the ``value``.
+    Text that fits no type stays ``value``, which the tool refuses. Without a type in the schema return ``value``.
     """
     properties = parameters.get("properties")
     schema = properties.get(name) if isinstance(properties, Mapping) else None
@@ -41,7 +41,7 @@ def read_argument(text: str, value: Any, parameters: Mapping[str, Any], name: st
 
 
 def _types(schema: Any, root: Mapping[str, Any], levels: int = MAX_REFS) -> set[str]:
-    """JSON's names of the types that a schema allows; empty where it names none."""
+    """Return the JSON type names that a schema allows; empty if it names none."""
     if not isinstance(schema, Mapping) or levels == 0:
         return set()
     found = schema.get("type")
@@ -58,7 +58,7 @@ def _types(schema: Any, root: Mapping[str, Any], levels: int = MAX_REFS) -> set[
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
-    """Part of a schema that ``#/…`` names; None where it has none."""
+    """Return the part of a schema that ``#/…`` refers to; None if it is missing."""
     part: Any = root
     for key in reference.removeprefix("#/").split("/"):
         part = part.get(key) if isinstance(part, Mapping) else None
@@ -66,7 +66,7 @@ def _referred(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 def _types_of(value: Any) -> set[str]:
-    """JSON's names of a value's type."""
+    """Return the JSON type names of a value."""
     if value is None:
         return {"null"}
     if isinstance(value, bool):

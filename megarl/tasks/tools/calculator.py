@@ -1,4 +1,4 @@
-"""A calculator for models: arithmetic that is parsed, not executed."""
+"""Calculator for models: arithmetic is parsed, not executed."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 LONGEST = 1000
-"""Most characters of an expression."""
+"""Maximum characters of an expression."""
 MOST_BITS = 4096
-"""Most bits of an integer; larger ones cost time and memory and do not help a model."""
+"""Maximum bits of an integer; larger ones cost time and memory and do not help a model."""
 LARGEST_FACTORIAL = 500
 MOST_DIGITS = 100
-"""Most digits for ``round``."""
+"""Maximum digits for ``round``."""
 DIGITS = 12
-"""Significant digits of a result that is not whole."""
+"""Significant digits of a result that is not an integer."""
 
 OPERATORS: Mapping[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -53,7 +53,7 @@ def calculator(expression: str) -> str:
 
 
 def _value(node: ast.expr) -> int | float:
-    """Number of a part of an expression. Raises ValueError, ArithmeticError or TypeError."""
+    """Return the value of a part of an expression. Raises ValueError, ArithmeticError or TypeError."""
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         return _number(node.value)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
@@ -95,7 +95,7 @@ def _factorial(number: int | float) -> int:
 
 
 def _number(value: Any) -> int | float:
-    """A result that is a real, finite number of bounded size. Raises ValueError or OverflowError."""
+    """Return a result that is a real, finite number of bounded size. Raises ValueError or OverflowError otherwise."""
     if isinstance(value, int) and value.bit_length() > MOST_BITS:
         raise OverflowError("the result is too large")
     if not isinstance(value, int | float) or not math.isfinite(value):

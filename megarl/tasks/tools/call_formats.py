@@ -1,7 +1,7 @@
 """Parsers of model families' tool-call formats.
 
-Each reader takes the text from the first call on. Its patterns are linear in the text: a part that is not closed
-reaches to the end, and is found once.
+Each reader gets the text from the first call on. Its patterns are linear in the text: an unclosed part extends to the
+end and matches once.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from megarl.core.text import without_surrogates
 from megarl.tasks.tools.argument_types import Parameters, read_argument
 
 MAX_DEPTH = 64
-"""Most levels of arguments."""
+"""Maximum nesting of arguments."""
 MAX_PYTHON = 1 << 16
-"""Most characters of calls in Python's syntax: their tree takes a hundred times their memory."""
+"""Maximum characters of calls in Python syntax: their syntax tree takes a hundred times their memory."""
 
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call. ``arguments`` is None where the model wrote something that is no object of arguments."""
+    """One call. ``arguments`` is None if the model did not write an object of arguments."""
 
     name: str
     arguments: dict[str, Any] | None
@@ -41,7 +41,7 @@ Reader = Callable[[str, Parameters], Found]
 
 
 def json_calls(opening: str, closing: str) -> Reader:
-    """Reader of ``{"name": …, "arguments": {…}}``, or a list of such objects, between two marks."""
+    """Return a reader of ``{"name": …, "arguments": {…}}``, or a list of such objects, between two marks."""
     pattern = _between(opening, closing)
 
     def read(text: str, _: Parameters) -> Found:
@@ -52,7 +52,7 @@ def json_calls(opening: str, closing: str) -> Reader:
 
 
 def named_json_calls(opening: str, closing: str, middle: str = "<|message|>") -> Reader:
-    """Reader of ``functions.NAME`` (``:0`` may follow), ``middle`` and the JSON of the arguments, between two marks."""
+    """Return a reader of ``functions.NAME`` (``:0`` may follow), ``middle`` and JSON arguments, between two marks."""
     name = re.compile(r"(?:functions\.)?(.*?)(?::\d+)?")
     pattern = re.compile(f"{re.escape(opening)}([^<]*){re.escape(middle)}(.*?)(?:{re.escape(closing)}|\\Z)", re.DOTALL)
 
@@ -67,8 +67,8 @@ def named_json_calls(opening: str, closing: str, middle: str = "<|message|>") ->
 
 
 def deepseek_calls(text: str, _: Parameters) -> Found:
-    """Read ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`` and arguments in a fence of JSON (DeepSeek-V3, R1), or
-    ``NAME<｜tool▁sep｜>`` and their JSON (V3.1)."""
+    """Read ``<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME`` with arguments in a JSON fence (DeepSeek-V3, R1), or
+    ``NAME<｜tool▁sep｜>`` with JSON arguments (V3.1)."""
     calls = []
     for body in _DEEPSEEK.findall(text):
         head, _sep, rest = body.partition("<｜tool▁sep｜>")
@@ -126,7 +126,7 @@ def glm4_calls(text: str, parameters: Parameters) -> Found:
 def function_calls(text: str, parameters: Parameters) -> Found:
     """Read ``<function=NAME><parameter=KEY>VALUE</parameter></function>``, in ``<tool_call>`` or ``<seed:tool_call>``.
 
-    Values have the type that the tool's schema gives them.
+    Values are converted to the type in the tool's schema.
     """
     found = _FUNCTION.findall(text)
     return [_xml_call(name, body, body, _PARAMETER, parameters) for name, body in found], _FUNCTION.sub("", text)
@@ -140,8 +140,7 @@ def invoke_calls(text: str, parameters: Parameters) -> Found:
 
 
 def _xml_call(name: str, pairs: str, text: str, pattern: re.Pattern[str], parameters: Parameters) -> ToolCall:
-    """Read a call whose ``pairs`` are keys and values. Text beside them, or a key that comes twice, makes it
-    unreadable."""
+    """Read a call with keys and values in ``pairs``. Other text there, or a repeated key, makes it unreadable."""
     found = pattern.findall(pairs)
     arguments = {key.strip(): _argument(value, parameters.get(name, {}), key.strip()) for key, value, _ in found}
     whole = len(arguments) == len(found) and all(end for *_, end in found) and not pattern.sub("", pairs).strip()
@@ -149,7 +148,7 @@ def _xml_call(name: str, pairs: str, text: str, pattern: re.Pattern[str], parame
 
 
 def _argument(text: str, parameters: Mapping[str, Any], name: str) -> Any:
-    """Value of an argument in XML: of the type that the schema has for it, else JSON where it parses, else the text."""
+    """Return an XML argument's value: of the type in the schema, else parsed as JSON, else the text."""
     try:
         value = _loads(text)
     except ValueError:
@@ -161,7 +160,7 @@ def _argument(text: str, parameters: Mapping[str, Any], name: str) -> Any:
 
 
 def python_calls(text: str, _: Parameters) -> Found:
-    """Read ``<function_calls>NAME(KEY=VALUE, …)``, one on each line; values are literals of Python or JSON."""
+    """Read ``<function_calls>NAME(KEY=VALUE, …)``, one per line; values are Python or JSON literals."""
     calls = [call for body in _FUNCTION_CALLS.findall(text) for call in _python_calls(body.strip())]
     return calls, _FUNCTION_CALLS.sub("", text)
 
@@ -196,7 +195,7 @@ def _python_call(call: ast.expr, text: str) -> ToolCall:
 
 
 def _written(expression: ast.expr, lines: Sequence[bytes]) -> str:
-    """Text of an expression. ``ast.get_source_segment`` would split the whole text again for each."""
+    """Return the text of an expression. ``ast.get_source_segment`` would split the whole text for every call."""
     first, last = expression.lineno - 1, (expression.end_lineno or expression.lineno) - 1
     part = list(lines[first : last + 1])
     part[-1] = part[-1][: expression.end_col_offset]
@@ -205,7 +204,7 @@ def _written(expression: ast.expr, lines: Sequence[bytes]) -> str:
 
 
 def _literal(value: ast.expr) -> Any:
-    """Value of a literal. Raises ValueError for what JSON has no form of, as ``_decoded``."""
+    """Return the value of a literal. Raises ValueError for values without a JSON form, as ``_decoded``."""
     if isinstance(value, ast.Name) and value.id in _CONSTANTS:
         return _CONSTANTS[value.id]
     if isinstance(value, ast.List):
@@ -218,7 +217,7 @@ def _literal(value: ast.expr) -> Any:
     found = ast.literal_eval(value)
     if not isinstance(found, bool | int | float | str | None) or not _is_plain(found, 1):
         raise ValueError("a value that JSON has no form of")
-    str(found)  # ValueError for more digits than Python writes, of a number that was no decimal
+    str(found)  # raises ValueError for a non-decimal number with more digits than Python can print
     return found
 
 
@@ -243,12 +242,12 @@ _ARGUMENT = re.compile(r"<arg_key>((?:(?!</?arg_key>).)*)</arg_key>\s*<arg_value
 _PARAMETER = re.compile(r"<parameter=([^<>\s]+)>\n?(.*?)(?:\n?(</parameter>)|\Z)", re.DOTALL)
 _INVOKED = re.compile(r'<parameter name="?([^<>\s"]+)"?>(.*?)(?:(</parameter>)|\Z)', re.DOTALL)
 _LINES = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")
-"""Between two lines, as Python's parser counts them."""
+"""Boundary between two lines, as Python's parser counts them."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
 def _json_calls(body: str) -> list[ToolCall]:
-    """Calls of an object, or of a list of objects."""
+    """Return the calls of an object, or of a list of objects."""
     try:
         value = _loads(body)
     except ValueError:
@@ -259,7 +258,7 @@ def _json_calls(body: str) -> list[ToolCall]:
 
 
 def _named_call(name: str, body: str, text: str) -> ToolCall:
-    """Call whose arguments are the JSON of ``body``, or the text of that JSON."""
+    """Return a call with the arguments in ``body``: JSON, or JSON text inside a JSON string."""
     try:
         return ToolCall(name, _arguments(_loads(body)), text)
     except ValueError:
@@ -276,13 +275,14 @@ def _call_of(call: Any, text: str) -> ToolCall:
 
 
 def _arguments(value: Any) -> dict[str, Any] | None:
-    """Arguments of an object, or of its JSON as text; None for others. Raises ValueError as ``_loads``."""
+    """Return arguments from an object, or from its JSON text; None for other values. Raises ValueError as
+    ``_loads``."""
     value = _loads(value) if isinstance(value, str) else value
     return value if isinstance(value, dict) else None
 
 
 def _loads(text: str) -> Any:
-    """Parse what a model wrote. Raises ValueError as ``_decoded``, and for text after the value."""
+    """Parse a model's text. Raises ValueError as ``_decoded``, and for text after the value."""
     value, rest = _decoded(text.strip())
     if rest.strip():
         raise ValueError("text after the value")
@@ -290,8 +290,8 @@ def _loads(text: str) -> Any:
 
 
 def _decoded(text: str) -> tuple[Any, str]:
-    """(value, rest) of the JSON that a text begins with. Raises ValueError for what no strict JSON parser would take
-    back from us."""
+    """Return (value, rest) of the JSON that a text begins with. Raises ValueError for JSON that a strict parser would
+    refuse when written again."""
     try:
         value, end = json.JSONDecoder().raw_decode(text)
     except RecursionError as error:

@@ -1,6 +1,6 @@
-"""Forms in which model families write tool calls, and how the form of a chat template is found.
+"""Tool-call formats of model families, and their detection from a chat template.
 
-Sources: the families' chat templates; vLLM 0.32 ``tool_parsers`` reads the same forms.
+Sources: the families' chat templates; vLLM 0.32 ``tool_parsers`` reads the same formats.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class ToolFormat:
     """Tool-call format of a model family."""
 
     marker: re.Pattern[str]
-    """Found in chat templates of the family."""
+    """Pattern in the chat templates of the family."""
     start: re.Pattern[str]
     """Start of the first call in an answer."""
     calls: Callable[[str, Parameters], Found]
-    """Calls in the text from ``start`` on. JSON has types of its own; values in XML are read by the tools' schemas."""
+    """Parses calls in the text from ``start`` on. JSON values have types; XML values get the schemas' types."""
 
     def parse(self, text: str, tools: Iterable[Mapping[str, Any]] = ()) -> tuple[str, list[ToolCall]]:
         """Split a response, special tokens included, into the text around its calls and the calls.
 
         Args:
-            text: As of ``thoughts.as_written``; a call inside a thought is text.
+            text: As from ``thoughts.as_written``; a call inside a thought is text.
             tools: JSON schemas of the tools, as chat templates take them.
         """
         thought, answer, further = split_thought(text)
@@ -82,15 +82,15 @@ FORMATS = {
         r"<\|python_tag\|>|\"parameters\": dictionary", r"^\s*(<\|python_tag\|>\s*\{|\{\s*\"name\")", llama3_calls
     ),
 }
-"""By the names of ``rollout.tool_format``, the more special first. Seed-OSS writes calls as ``qwen3_coder``, SmolLM3,
-EXAONE 4 and ERNIE 4.5 as ``hermes``, Phi-4-mini as ``granite``."""
+"""Formats by their name in ``rollout.tool_format``, more specific ones first. Seed-OSS writes calls as ``qwen3_coder``,
+SmolLM3, EXAONE 4 and ERNIE 4.5 as ``hermes``, Phi-4-mini as ``granite``."""
 
 
 def format_of(template: str) -> str | None:
-    """Name of the format that a chat template writes, or None where it writes none of ``FORMATS``."""
+    """Return the name of the format that a chat template uses, or None if it uses none of ``FORMATS``."""
     return next((name for name, known in FORMATS.items() if known.marker.search(template)), None)
 
 
 def written_by(template: str) -> ToolFormat | None:
-    """Return the format that a chat template writes; None as ``format_of``."""
+    """Return the format that a chat template uses; None as ``format_of``."""
     return FORMATS.get(format_of(template) or "")

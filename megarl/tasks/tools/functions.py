@@ -1,4 +1,4 @@
-"""Functions as tools: the schema that a chat template shows of one, and arguments that fit it."""
+"""Functions as tools: their schema for chat templates, and checks of arguments."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from megarl.core.user_file import import_file
 from megarl.tasks.tools.calculator import calculator
 
 TASK = "task"
-"""Parameter that gets the trajectory's task; models do not see it."""
+"""Parameter that receives the trajectory's task; hidden from models."""
 TYPES: Mapping[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object",
 }  # fmt: skip
-"""Types of parameters, and JSON's names of them."""
+"""Parameter types -> JSON type names."""
 
 
 def python(code: str) -> str:
@@ -31,7 +31,7 @@ def python(code: str) -> str:
 
 
 OWN: Mapping[str, Callable[..., Any]] = {"python": python, "calculator": calculator}
-"""By the names of ``rollout.tools``."""
+"""megarl's tools by their name in ``rollout.tools``."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,12 +40,12 @@ class ToolFunction:
 
     function: Callable[..., Any]
     parameters: Mapping[str, Mapping[str, Any]]
-    """Schemas by name, without ``TASK``."""
+    """Schemas by parameter name, without ``TASK``."""
     required: tuple[str, ...]
 
     @classmethod
     def of(cls, function: Callable[..., Any], where: str) -> ToolFunction:
-        """Read a function. Raises ConfigError, beginning with ``where``, for one that no schema can be made of."""
+        """Read a function. Raises ConfigError, beginning with ``where``, if no schema can be made from it."""
         fault = f"{where}: the tool {function.__name__}"
         if not inspect.getdoc(function):
             raise ConfigError(f"{fault} has no docstring; models read it to know what the tool does")
@@ -71,7 +71,7 @@ class ToolFunction:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """Description in the form of chat templates' ``tools``."""
+        """Return the description in the form of chat templates' ``tools``."""
         parameters = {"type": "object", "properties": dict(self.parameters), "required": list(self.required)}
         described = {"description": inspect.getdoc(self.function), "parameters": parameters}
         return {"type": "function", "function": {"name": self.function.__name__, **described}}
@@ -94,7 +94,7 @@ class ToolFunction:
 
 
 def tools_of(rollout: RolloutConfig) -> dict[str, ToolFunction]:
-    """Tools of ``rollout.tools`` by name. Raises ConfigError."""
+    """Return the tools of ``rollout.tools`` by name. Raises ConfigError."""
     if not rollout.tools:
         raise ConfigError(f"rollout.workflow=tools needs rollout.tools: {', '.join(OWN)}, or Python files (.py)")
     found: dict[str, ToolFunction] = {}
@@ -108,14 +108,14 @@ def tools_of(rollout: RolloutConfig) -> dict[str, ToolFunction]:
 
 
 def template_tools(rollout: RolloutConfig) -> dict[str, Any]:
-    """Option of the chat template that describes the tools; {} where there are none, or prompts describe them."""
+    """Return the chat template option that describes the tools; {} without tools, or if prompts describe them."""
     if rollout.workflow != "tools" or rollout.tool_format is not None:
         return {}
     return {"tools": [tool.schema for tool in tools_of(rollout).values()]}
 
 
 def text_of_result(value: Any) -> str:
-    """Text of what a function returned; nothing of None."""
+    """Return a function's result as text; "" for None."""
     if value is None or isinstance(value, str):
         return value or ""
     try:
@@ -139,7 +139,7 @@ def _functions(named: str, where: str) -> list[Callable[..., Any]]:
 
 
 def _schema(hint: Any) -> dict[str, Any] | None:
-    """JSON schema of an annotation, None of one that has none. ``X | None`` is X, which may be left out."""
+    """Return the JSON schema of an annotation, or None if it has none. ``X | None`` has the schema of X."""
     if hint in TYPES:
         return {"type": TYPES[hint]}
     origin, inner = typing.get_origin(hint), typing.get_args(hint)

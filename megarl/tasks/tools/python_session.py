@@ -1,4 +1,4 @@
-"""Python sessions of trajectories: one interpreter each, in the sandbox, whose variables stay from call to call."""
+"""Python sessions of trajectories: one interpreter per trajectory in the sandbox, with variables kept between calls."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from megarl.sandbox.local import LocalSandbox
 
 PROGRAM = Path(__file__).with_name("session_inside.py").read_text()
 LATE_S = 2.0
-"""Beyond a call's limit, for code that does not let itself be interrupted; after that its session is killed."""
+"""Seconds after a call's limit until a session whose code ignores interruption is killed."""
 LAST_WORDS_S = 1.0
-"""For the sandbox to say which limit has ended a session."""
+"""Seconds for the sandbox to report which limit ended a session."""
 WATCH_S = 0.5
-"""Seconds between two looks at a session's memory: most of the time it waits, and each look takes CPU."""
+"""Seconds between polls of a session's memory, which cost CPU while the session mostly waits."""
 PROCESSES = 8
 LIFE_S = 10.0**6
-"""Longest life of a session: that of its trajectory is shorter."""
+"""Maximum lifetime of a session in seconds, longer than any trajectory."""
 HEAD_BYTES, ESCAPED = 2**15, 12
-"""Beside the characters that are asked for a reply has an error; and bytes of JSON for a character, at most."""
+"""Bytes of a reply in addition to the requested characters (for errors), and maximum JSON bytes of a character."""
 GONE = "The session has ended ({}), and its variables are gone. The next call begins a new one."
 
 
 class PythonSessions:
-    """Sandboxes of an explorer's sessions: as many as trajectories ask for, since a bound could make them wait for each
-    other. Each is made and used by a thread of its own, with which it would end.
+    """Sandboxes of an explorer's sessions, as many as requested: a limit could make trajectories wait for each other.
+    Each is created and used by one separate thread, and would end with it.
 
     Args:
-        calls: Most calls of a session, by which its CPU time is limited.
-        most: Characters of a result.
+        calls: Maximum calls of a session; limits its CPU time.
+        most: Maximum characters of a result.
     """
 
     def __init__(self, sandbox: LocalSandbox, memory_mib: int, timeout_s: float, calls: int, most: int) -> None:
@@ -51,24 +51,25 @@ class PythonSessions:
         self._idle: list[ThreadPoolExecutor] = []
 
     def take(self) -> ThreadPoolExecutor:
-        """Return a thread that no session has; one that had one keeps a sandbox warm."""
+        """Return an idle thread; one that has served a session keeps a warm sandbox."""
         if not self._idle:
             self._threads.append(ThreadPoolExecutor(1, thread_name_prefix="python-session"))
             self._idle.append(self._threads[-1])
         return self._idle.pop()
 
     def give_back(self, thread: ThreadPoolExecutor) -> None:
-        """Let another session have a thread."""
+        """Make a thread available to another session."""
         self._idle.append(thread)
 
     def close(self) -> None:
-        """End the threads, and what they hold, as soon as no call of theirs runs."""
+        """End the threads and their sandboxes, each after its running call."""
         for thread in self._threads:
             thread.shutdown(wait=False)
 
 
 class PythonSession:
-    """Python of one trajectory. Its sandbox begins with the first call, and again after a call that has ended it."""
+    """Python interpreter of one trajectory. Its sandbox starts at the first call, and again after a call that ended
+    it."""
 
     def __init__(self, sessions: PythonSessions) -> None:
         self._sessions = sessions
@@ -77,21 +78,21 @@ class PythonSession:
         self._open: tuple[Box, socket.socket] | None = None
 
     async def run(self, code: str) -> str:
-        """Text that some code prints, its last value and its error, or the reason why the session has ended.
+        """Return the code's output, last value and error, or the reason why the session ended.
 
-        Raises SandboxError when the sandbox fails.
+        Raises SandboxError if the sandbox fails.
         """
         if self._thread is None:
             self._thread = self._sessions.take()
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._run, without_surrogates(code))
 
     async def close(self) -> None:
-        """Kill all of it, a call that runs too. It is done even where the caller is cancelled."""
+        """Kill the session, including a running call, even if the caller is cancelled."""
         if (thread := self._thread) is None:
             return
         if self._open is not None:
-            with suppress(OSError):  # its thread has closed it
-                self._open[1].shutdown(socket.SHUT_RDWR)  # a call that runs gets no reply
+            with suppress(OSError):  # closed by its thread
+                self._open[1].shutdown(socket.SHUT_RDWR)  # the running call gets no reply
 
         def end() -> None:
             try:
@@ -111,7 +112,7 @@ class PythonSession:
         if isinstance(reply, dict):
             if isinstance(text := reply.get("value"), str):
                 return without_surrogates(text)
-            if "raised" in reply:  # the code has broken the session's own program
+            if "raised" in reply:  # the code has broken the session program
                 return without_surrogates(f"Error: {reply.get('message')}"[:most])
         late = time.monotonic() >= deadline
         result = None if late else box.receive(LAST_WORDS_S)
@@ -123,7 +124,7 @@ class PythonSession:
         return GONE.format("it has ended itself" if result is None or result.ok else result.reason)
 
     def _begun(self) -> tuple[Box, socket.socket]:
-        """Sandbox with the session's program. Raises SandboxError."""
+        """Start a sandbox with the session program. Raises SandboxError."""
         limits = self._sessions.limits
         link, inside = socket.socketpair()
         self._held.callback(link.close)
@@ -137,7 +138,7 @@ class PythonSession:
         return box, link
 
     def _ask(self, link: socket.socket, do: str, deadline: float, **given: Any) -> Any:
-        """Reply to one request; None where none comes, or none of a size that was asked for."""
+        """Return the reply to one request; None without a reply or if it is too large."""
         data = json.dumps({"do": do, **given}).encode()
         try:
             link.settimeout(max(0.001, deadline - time.monotonic()))

@@ -1,7 +1,7 @@
-"""Program of a Python session in the sandbox: ``run`` executes one piece of code after another in the same names.
+"""Program of a Python session in the sandbox: ``run`` executes code pieces in shared globals.
 
-Read as a text and run there by an interpreter that may be another one (Python 3.9 or later), beside code of a model:
-nothing that it says is believed outside.
+It is sent as text and may run in another interpreter (Python 3.9 or later), next to untrusted code: the outside does
+not trust its output.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
 
 NAMES: dict[str, Any] = {"__name__": "__main__"}
 LAST = 2000
-"""Characters of an error that are kept: its end says most."""
+"""Characters kept of an error: its end is the most informative."""
 count = 0
 
 
 class Late(BaseException):
-    """The time of a call is over; no ``except Exception`` of the code takes it."""
+    """The call's time is over. Not an Exception, so that the code cannot catch it by ``except Exception``."""
 
 
 class Printed(io.TextIOBase):
-    """The first characters that are printed."""
+    """Keeps the first ``most`` printed characters."""
 
     def __init__(self, most: int) -> None:
         self.parts: list[str] = []
@@ -50,7 +50,7 @@ def late(*_: Any) -> None:
 
 
 def run(code: str, seconds: float, most: int) -> str:
-    """Text of what some code prints, of its last line's value, and of its error."""
+    """Return the output of some code, the value of its last line, and its error."""
     printed, error = Printed(most), ""
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         signal.signal(signal.SIGALRM, late)
@@ -85,7 +85,7 @@ def execute(code: str) -> None:
 
 
 def shown(error: BaseException) -> str:
-    """Traceback from the code's own first frame on."""
+    """Return the traceback from the code's first frame on."""
     frames = error.__traceback__
     while frames is not None and not frames.tb_frame.f_code.co_filename.startswith("<call"):
         frames = frames.tb_next
