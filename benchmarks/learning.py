@@ -371,7 +371,7 @@ def document(text: str, changed: Sequence[str], commits: Sequence[str], minutes:
         "same warm-started",
         "weights. Accuracy: greedy answers to 500 held-out tasks by plain transformers from the exported checkpoint "
         "(standard error up to",
-        "2.2 points); one figure pair a seed, where the seed decides on the order of tasks and on sampling. "
+        "2.2 points). Each `before → after` is one seed; seeds change the order of tasks and the samples. "
         "`preferred` is the share of",
         "held-out pairs whose right answer has the higher score. *Learning rate 0*: a short run that must export the "
         "weights it began with.",

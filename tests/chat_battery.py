@@ -262,18 +262,18 @@ This page lists how megarl renders published chat templates, compared with trans
 ```bash
 python -m tests.chat_battery docs/chat_templates.md  # writes this page; a test fails when it differs
 ```
-Texts and token ids are compared; where the last message is an answer, up to its end token. An entry has a
-template's models, its name, and the end of an answer. Templates, with source and licence:
-`tests/data/chat_templates/`. Rules for rows: [offline.md](offline.md#messages-and-templates).
+Texts and token ids are compared; if the last message is an answer, up to its end token. An entry has a template's
+models, its name and its end token, and then the cases that are not equal, by outcome. Templates, with source and
+licence: `tests/data/chat_templates/`. Rules for rows: [offline.md](offline.md#messages-and-templates).
 
-- equal: the same text and ids, for every case that an entry does not list
-- refused: the template refuses the conversation, in both
+- equal: megarl and transformers give the same text and ids
+- refused: the template itself refuses the conversation, so megarl and transformers do
 - unseen: megarl refuses a field that the template ignores; transformers drops it silently
 - dropped: megarl refuses, because the template leaves out a message, a call or a part of the answer
 - other prompt: megarl refuses, because the template renders another prompt before the answer than for sampling
 
-{cases} *thoughts*: the four of a thought before, of `enable_thinking`, and
-of answers with and without a thought.
+{cases}
+*thoughts* stands for *thought before*, *enable_thinking*, *answer, no thought* and *answer, thought* together.
 
 """
 THOUGHTS = ("thought before", "enable_thinking", "answer, no thought", "answer, thought")

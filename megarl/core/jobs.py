@@ -46,7 +46,7 @@ EXPLORE = "explore"
 STOPPED = 128 + signal.SIGTERM
 """Exit status of an explorer that was asked to stop before the job was closed."""
 PROGRAM = "MEGARL_PROGRAM"
-"""Environment variable with the program of a process's job."""
+"""Environment variable that names the program of a process's job."""
 
 
 def kind_of(name: str) -> ProcessKind | None:
@@ -72,7 +72,8 @@ def logs_of(run_dir: str | Path, attempt: int | str, program: str) -> Path:
 
 
 def unit_of(name: str) -> str:
-    """Name of the unit that is replaced together: ``engine 0`` for all its parts."""
+    """Name of the unit to which a process belongs (``engine 0`` for ``engine 0 part 2``). A unit's processes are
+    replaced together."""
     return name.partition(" part ")[0]
 
 
@@ -103,7 +104,7 @@ class Job:
 
     @property
     def joins(self) -> bool:
-        """True if the job joins a run that another program begins, fills and ends."""
+        """True if the job works on a run that another program begins and ends."""
         return self.mode == "explore"
 
     @property

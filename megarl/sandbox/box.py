@@ -1,7 +1,7 @@
-"""The owner's side of one sandbox: a link to the launcher inside, and a way to kill everything there.
+"""Start a sandbox from outside, send jobs to the launcher inside, and kill everything there.
 
-It is made by a ``Zygote``, a long-lived sandbox without programs; or, on machines without nested namespaces, by a
-separate bwrap.
+A ``Zygote`` makes sandboxes; it is itself a long-lived sandbox that runs no programs. On machines without nested
+namespaces each sandbox is a separate bwrap.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from megarl.sandbox.inside.values import encode
 from megarl.sandbox.interface import Limit, Limits, Result, Test
 
 START_S = 60.0
-"""Seconds for bwrap and Python to start on a machine that is very busy."""
+"""Most seconds for bwrap and Python to start, on a very busy machine."""
 GRACE_S = 5.0
 """Seconds after ``wall_s``, enforced by the launcher inside, until the sandbox is killed from outside."""
 GONE_S = 20.0
-"""Seconds for the kernel to remove a killed sandbox on a very busy machine."""
+"""Most seconds for the kernel to remove a killed sandbox, on a very busy machine."""
 HEAD = struct.Struct("<iBBddIII")
 STDERR_BYTES = 4096
 LIMITS: tuple[Limit | None, ...] = (None, "wall", "cpu", "memory", "output", "processes", "file")
-"""All as in inside/launcher.py."""
+"""Results of a test. ``HEAD``, ``STDERR_BYTES`` and ``LIMITS`` must equal those in inside/launcher.py."""
 REQUEST = struct.Struct("<cQ")
-"""Format of a request, as in inside/zygote.py."""
+"""Format of a request; must equal that in inside/zygote.py."""
 ZYGOTE_TMP_BYTES = 2**20
 MARSHAL = 2
 """Marshal version that every supported Python inside can read."""
 
 
 class Outer:
-    """A bwrap process with our code as its process 1, and the socket to it."""
+    """A bwrap process with our code as process 1 inside, and our socket to that code."""
 
     def __init__(self, host: Host, first: str, tmp_bytes: int, passed: socket.socket | None, filtered: bool) -> None:
         self.link, inside = socket.socketpair()
@@ -58,7 +58,7 @@ class Outer:
             self.link.sendall(host.code + marshal.dumps(host.filter, MARSHAL))
 
     def last_words(self) -> str:
-        """Kill it and return its error text."""
+        """Kill bwrap and return its error output."""
         self._kill()
         return bubblewrap.last_words(self._process)
 
@@ -68,8 +68,10 @@ class Outer:
             self._process.wait(GONE_S)
 
     def close(self) -> bool:
-        """Kill bwrap, and with it the namespace's init and everything inside (--die-with-parent). Return True if it had
-        been killed from outside before; ends from inside give an exit code."""
+        """Kill bwrap, and with it everything inside (--die-with-parent).
+
+        Return True if a signal had already killed bwrap. A sandbox that ends by itself has an exit code instead.
+        """
         if is_over(self.link):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GONE_S)
@@ -82,7 +84,7 @@ class Outer:
 
 
 class Zygote:
-    """Makes boxes, one at a time. It ends with its starting thread, so no other thread may use it."""
+    """Makes sandboxes, one at a time. It ends with the thread that started it, so no other thread may use it."""
 
     def __init__(self, host: Host) -> None:
         self._outer = Outer(host, "zygote", ZYGOTE_TMP_BYTES, None, filtered=False)
@@ -103,7 +105,7 @@ class Zygote:
         return here
 
     def end(self) -> bool:
-        """Kill the sandbox and wait for its end. Return False if the zygote had failed, and is now dead too."""
+        """Kill the sandbox and wait for its end. Return False if the zygote failed; it is then killed too."""
         with contextlib.suppress(SandboxError):
             self._send(REQUEST.pack(b"E", 0), [])
             if read(self._outer.link, 1, time.monotonic() + GONE_S) == b"E":
@@ -152,7 +154,7 @@ class Box:
             self.lost = self._source.close()
 
     def start_answer(self, program: str, limits: Limits, wall_s: float, watch_s: float | None = None) -> None:
-        """Run the program and let it serve calls over its passed descriptor.
+        """Run the program and let it serve calls over the descriptor passed to it.
 
         ``watch_s``: seconds between two checks of its memory; None for the default.
         """
@@ -174,7 +176,7 @@ class Box:
         data = self._unsent + marshal.dumps({"stdin": stdin, "call": call, "wall_s": wall_s}, MARSHAL)
         self._unsent = b""
         if isinstance(self._source, Outer):
-            self.wait()  # the code in the sandbox must not read further
+            self.wait()  # until the launcher runs: the code that loads it must not read the job
         with contextlib.suppress(OSError):  # it has died: `receive` finds no result
             self._link.settimeout(START_S)
             self._link.sendall(data)
@@ -229,7 +231,7 @@ def is_over(link: socket.socket) -> bool:
 
 
 def read(link: socket.socket, size: int, deadline: float) -> bytes | None:
-    """Read ``size`` bytes; None if the other side has ended or timed out."""
+    """Read ``size`` bytes; None if the other side ends first or ``deadline`` (time.monotonic()) passes."""
     data = bytearray()
     while len(data) < size:
         link.settimeout(max(0.001, deadline - time.monotonic()))

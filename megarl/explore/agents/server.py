@@ -1,4 +1,4 @@
-"""The endpoint of agents on loopback: OpenAI's chat completions and Anthropic's messages, a URL for each trajectory."""
+"""HTTP endpoint for agents on loopback: OpenAI's chat completions, Anthropic's messages, a URL for each trajectory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_BODY_BYTES = 64 * 2**20
 STOP_S = 0.5
 """Grace period in seconds, applied twice, for requests when the server stops; their agents are already cancelled."""
 MODEL = "megarl"
-"""Name of the model in the list of models; any name is accepted."""
+"""Name of the model in the list of models. Requests may use any name."""
 
 
 class AgentServer:

@@ -58,7 +58,7 @@ def activation_bytes(
             size += logits + ROW_FLOATS * FLOAT_BYTES * here
         if stage == 0 and model.lora.is_used and any(names_module(target, EMBEDDING) for target in model.lora.targets):
             along = grid.tp if grid.sequence_parallel else 1
-            # Saved: A's output for B, and for A which tokens this rank has.
+            # Saved for the backward pass: A's output (B's input), and which tokens of A this rank has.
             size += in_flight * here * (_rank(model.lora, "embed_tokens") / along * item + TOKEN_BYTES)
         most = max(most, size)
     return int(most)

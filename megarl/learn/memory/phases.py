@@ -1,7 +1,7 @@
-"""Phases of a step, and the place of models' memory in each of them: a plan determined by settings alone.
+"""Phases of a step, and the place of each model's memory in each phase; settings alone decide it.
 
-A resident is named ``role.kind``: actor, reference, critic, reward_model or teachers.NAME; parameters,
-gradients or optimizer.
+A resident is one kind of memory of one model, named ``role.kind``. The role is actor, reference, critic, reward_model
+or teachers.NAME; the kind is parameters, gradients or optimizer.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Phase(StrEnum):
 
 
 WITH_ENGINES = frozenset({Phase.SYNC, Phase.ROLLOUT})
-"""Phases in which colocated engines have memory."""
+"""Phases in which colocated engines use device memory."""
 TRAINED = ("parameters", "gradients", "optimizer")
 NEEDS: Mapping[Phase, tuple[str, ...]] = {
     Phase.SYNC: ("actor.parameters",),
@@ -88,11 +88,11 @@ def offload_setting(role: str) -> str:
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """Place of each resident in each phase. ``away``: role -> place while a phase does not need it."""
+    """Place of each resident in each phase. ``away``: role -> place of its memory in phases that do not need it."""
 
     away: Mapping[str, Place]
     saves_reference: bool = True
-    """True if checkpoints include the reference: it is refreshed every N steps."""
+    """True if checkpoints include the reference, because it is refreshed every N steps."""
     adapted: bool = False
     """True if the reference is the actor without adapters."""
 

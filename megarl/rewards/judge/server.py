@@ -1,4 +1,4 @@
-"""HTTP requests to the judge's server: retries, a limit of concurrency, errors without the key."""
+"""Send HTTP requests to the judge's servers: with retries, limited concurrency, and errors that hide the key."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ class RequestFailed(RuntimeError):
         self.away = away
         """True if one of the job's engines is down or has no weights yet, because it is being replaced."""
         self.refused = refused
-        """True if the server takes no such request, for example one that is too long."""
+        """True if the server refuses the request's content, for example because it is too long."""
 
 
 class JudgeServer:
     """OpenAI-compatible servers of one model, used in turn.
 
     Args:
-        bases: Returns the base URLs of the current servers, one or more.
+        bases: Returns the current base URLs of the servers, at least one.
         key: Sent as bearer token; None for none.
         engine_timeout_s: Seconds to wait for one of the job's own engines that is being replaced.
     """
@@ -128,7 +128,7 @@ class JudgeServer:
     async def _once(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         assert self._session is not None, "open() comes first"
         try:
-            # No redirects: they would send question, answer and key to a server that the user did not name.
+            # No redirects: they would send question, answer and key to a server that the settings do not name.
             async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
                 text = (await answer.read()).decode(errors="replace")
                 status, wait_s = answer.status, _retry_after(answer.headers.get("Retry-After"))

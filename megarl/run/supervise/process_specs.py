@@ -23,7 +23,7 @@ from megarl.run.supervise.engine_process import engine_environment, engine_proce
 Placed = tuple[int, Spec]
 """(rank of a node, process to start there)."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Variables of processes that do not compute in threads."""
+"""Environment variables of processes that need only one compute thread."""
 
 
 class Addresses(NamedTuple):

@@ -27,7 +27,7 @@ def same(megatron: str, part: Logical, stage: Stage) -> Param:
 
 
 def linear(name: str, axes: str) -> tuple[Logical, Logical]:
-    """Weight and bias of a linear layer that is not sharded; ``axes`` of the weight."""
+    """Weight and bias of an unsharded linear layer; ``axes`` are the weight's."""
     return Logical(f"{name}.weight", axes), Logical(f"{name}.bias", axes.split()[0])
 
 
@@ -74,7 +74,7 @@ WHOLE_QK_NORM = (
 )
 """Norms over all heads together; each rank has the full weight."""
 CUT_QK_NORM = tuple(Fused(norm.name, Op.SAME, (norm,), Shard.COLUMN) for row in WHOLE_QK_NORM for norm in row.hf)
-"""The same norms, if each vLLM worker has only the part of its heads."""
+"""The same norms in models where each vLLM worker has only its heads' part."""
 QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _QKV_BIAS),)
 _OPTIONAL_QKV_BIAS = (
     Logical("self_attn.q_proj.bias", "biased_q", COLUMN),
@@ -88,7 +88,7 @@ SINKS = (
 )
 """Attention sinks: scores that enter each head's softmax but have no value."""
 JOINED_QKV = JoinedTensor("self_attn.qkv_proj.weight", tuple(part.name for part in _QKV))
-"""Queries, keys and values in one tensor of the files."""
+"""Queries, keys and values stored as one tensor in a checkpoint's files."""
 VLLM_ATTENTION = (Fused("self_attn.qkv_proj.weight", Op.QKV, _QKV),)
 VLLM_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _QKV_BIAS),)
 VLLM_OPTIONAL_QKV_BIAS = (Fused("self_attn.qkv_proj.bias", Op.QKV, _OPTIONAL_QKV_BIAS),)
@@ -181,7 +181,7 @@ MLP = (*mlp_norm(Stage.LAYER), *UNNORMED_MLP)
 DENSE_MLP = (*mlp_norm(Stage.DENSE), *gated_rows(_MLP, Stage.DENSE, "mlp"))
 """MLP of the layers without experts."""
 JOINED_MLP = JoinedTensor("mlp.gate_up_proj.weight", tuple(part.name for part in _MLP[:2]))
-"""Gate and up in one tensor of the files."""
+"""Gate and up stored as one tensor in a checkpoint's files."""
 VLLM_MLP = vllm_gated(_MLP, "mlp.gate_up_proj.weight")
 MLP_NORM_OF_GEMMA = (
     Param("pre_mlp_layernorm.weight", Op.SAME, (Logical("pre_feedforward_layernorm.weight", "hidden"),)),
@@ -247,7 +247,7 @@ def vllm_shared_experts_of_transformers(bias: Logical = _ROUTER_BIAS) -> tuple[F
     )
 
 
-# ---------------------------------------------------------------- experts with biases, gate and up in turn
+# ---------------------------------------------------------------- experts with biases; rows of gate and up alternate
 
 _EXPERT, _LOCAL, _STACKS = "mlp.experts.{expert}", "mlp.experts.local_experts.{expert}", "mlp.experts.routed_experts"
 _GATE_UP = Logical(f"{_EXPERT}.gate_up_proj.weight", "gate_up hidden", COLUMN)

@@ -1,4 +1,4 @@
-"""GLM-4 of April 2025: norms before and after attention and MLP; rope on half of each head, in neighbouring pairs.
+"""GLM-4 of April 2025: norms before and after attention and MLP; RoPE rotates neighbouring pairs in half of each head.
 
 Source: ``transformers/models/glm4/modeling_glm4.py``.
 """

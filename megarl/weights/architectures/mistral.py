@@ -1,4 +1,4 @@
-"""Mistral, dense: Llama's layers, with a window in the first version.
+"""Mistral, dense: Llama's layers; the first version has sliding-window attention.
 
 Source: ``transformers/models/mistral/modeling_mistral.py``.
 """

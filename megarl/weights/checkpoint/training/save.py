@@ -90,7 +90,7 @@ class _File(NamedTuple):
 
 
 class _End(NamedTuple):
-    """A ``_Request`` without its tensors: copies of them take as much memory as a snapshot."""
+    """Fields of a ``_Request`` that ``Save`` keeps; the tensors, as large as a snapshot, are released."""
 
     wrote: bool
     results: queue.SimpleQueue[Any]
@@ -132,7 +132,7 @@ def begin(
         free_space: Called on rank 0 with the bytes that all ranks will write; raises if there is no room.
 
     Raises:
-        OSError, JobError: an error of rank 0, on every rank; the partial checkpoint is removed.
+        OSError, JobError: an error of rank 0, raised on every rank; the partial checkpoint is removed.
     """
     target = folder / unfinished_name(step, manifest.attempt)
 
@@ -193,7 +193,7 @@ def _write(
     own = [target / rng_name, *(Path(file.path) for files, _ in requests for file in files)]
 
     def discard() -> None:
-        for path in own:  # now: other writers to this disk need room
+        for path in own:  # at once: other processes that write to this disk need room
             path.unlink(missing_ok=True)
 
     left = iter(tensors)
@@ -254,13 +254,13 @@ class Save:
         return self._pending.done
 
     def finish(self, keep: int, best: int | None = None) -> Path:
-        """Wait for the writers of all ranks and complete the checkpoint. Remove other finished ones except the newest
-        ``keep`` and step ``best``'s (rank 0's value).
+        """Wait for the writers of all ranks and complete the checkpoint. Then remove finished checkpoints, except the
+        newest ``keep`` and that of step ``best`` (rank 0's values count).
 
         Raises:
             DiskFullError: a rank had no room; raised on every rank, and the partial checkpoint is removed.
-            JobError: a rank could not write for another reason; or rank 0's ``fence`` did.
-            OSError: rank 0 could not write the manifest, on every rank.
+            JobError: a rank could not write for another reason, or rank 0's ``fence`` raised it.
+            OSError: rank 0 could not write the manifest; raised on every rank.
         """
         mine: _Written | None = None
         fault = _WriteFailure("", False)
@@ -325,7 +325,7 @@ def _request(folder: Path, part: CheckpointedModel) -> _Request:
 
     if part.optimizer is not None:
         start_moments(part.optimizer)
-    results: queue.SimpleQueue[Any] = queue.SimpleQueue()  # ``Writer`` returns results between processes
+    results: queue.SimpleQueue[Any] = queue.SimpleQueue()  # for one process: ``Save.finish`` fills it
     put_results_queue(results)
     strategy = FullyParallelSaveStrategyWrapper(
         TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1),
@@ -384,7 +384,7 @@ def inner_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def start_moments(optimizer: Any) -> None:
-    """Add the zero moments of the first step: before it an optimizer has none to save."""
+    """Create zero moments, because an optimizer has none to save before its first step."""
     for inner in inner_optimizers(optimizer):
         for group in inner.param_groups:
             group.setdefault("step", 0)
@@ -401,7 +401,8 @@ def bare(chunk: Any) -> Any:
 
 
 def named(chunks: Sequence[torch.nn.Module]) -> dict[str, torch.nn.Module]:
-    """Megatron's names of a stage's chunks. Saved names use layers, so another number of chunks can load them."""
+    """Return a stage's chunks by Megatron's names. Saved tensors are named by layer, not by chunk, so a grid with
+    another number of chunks can load them."""
     return {"model" if len(chunks) == 1 else f"model{i}": chunk for i, chunk in enumerate(chunks)}
 
 
