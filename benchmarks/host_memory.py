@@ -181,12 +181,12 @@ def steps_of(config: Any, store: Any) -> Any:
     critic = model_of("critic", config) if config.algorithm.name == "ppo" else None
     trainer.models = SimpleNamespace(
         actor=model_of("actor", config), reference=model_of("reference", config), critic=critic, reward_model=None,
-        images=None, refresh_due=lambda step: False, head=SimpleNamespace(vocab_size=VOCAB),
+        images=None, head=SimpleNamespace(vocab_size=VOCAB),
     )  # fmt: skip
     trainer.models.finish_gathers = partial(Models.finish_gathers, trainer.models)
     trainer.reporter = SimpleNamespace(
         timeline=trainer.timeline, log=lambda text: None, record_step=lambda *_, **__: None,
-        keep_batch=lambda *_: None,
+        keep_batch=lambda *_: None, dropped=lambda *_: None,
     )  # fmt: skip
     trainer.end_step = lambda state, metrics, version, used: state
     reader = RolloutReader(NodeReader(), store, lambda: False)

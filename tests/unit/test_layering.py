@@ -213,6 +213,20 @@ def test_imports_in_strings_name_what_there_is() -> None:
     assert unknown_names(sources, sources) == {"megarl.p.b"}
 
 
+def test_programs_that_are_started_by_name_exist() -> None:
+    """Dotted names in strings, such as those after ``-m``; one that is built from parts is refused."""
+    known = {module_of(path) for path in all_sources()} | {"megarl._C"}
+    for path, source in all_sources().items():
+        if not path.startswith("megarl/"):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.JoinedStr) and isinstance(first := node.values[0], ast.Constant):
+                assert not re.fullmatch(r"megarl(\.\w+)*\.", str(first.value)), f"{path}:{node.lineno}: write it whole"
+            if isinstance(node, ast.Constant) and re.fullmatch(r"megarl(\.[a-z_]\w*)+", str(node.value)):
+                name = str(node.value)
+                assert name in known or path == "megarl/old_names.py", (path, name)
+
+
 def test_a_circle_is_seen_wherever_the_import_stands() -> None:
     sources = {
         "p.a": "def f():\n    from p import b\n",

@@ -54,8 +54,12 @@ def engine_process(
         adapter: ``sync.adapter``.
     """
     context = context_tokens(rollout)
-    kind = "server" if group is None or group[0] == 0 else "part"
-    argv = [sys.executable, "-m", f"megarl.engines.server.{kind}"]
+    is_server = group is None or group[0] == 0
+    argv = [
+        sys.executable,
+        "-m",
+        "megarl.engines.server.server" if is_server else "megarl.engines.server.remote_workers",
+    ]
     argv += ["--model", model_path, "--served-model-name", "policy", "--host", host, "--port", str(port)]
     argv += ["--dtype", model.dtype, "--max-model-len", str(context), "--generation-config", "vllm"]
     if model.head_dtype is not None:
