@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.processes.collector import uncollected
+from megarl.planner.accelerators import DEVICES
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
 from megarl.run.launch import starter
@@ -80,6 +81,22 @@ def build_parser() -> argparse.ArgumentParser:
     )
     train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
     starter.add_arguments(add("init", starter.DESCRIPTION))
+    plan = add(
+        "plan",
+        "Predict a step of a job from config.json, settings and data sheets; print the fastest grids, placements and "
+        "engines for a number of GPUs. Needs no GPU and no weights (docs/planning.md).",
+    )
+    plan.add_argument("overrides", nargs="*", help="hydra overrides: experiment=NAME, or model.path=DIR alone")
+    plan.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default %(default)s)")
+    plan.add_argument("--gpus-per-node", type=int, default=8, metavar="N", help="default %(default)s")
+    plan.add_argument("--gpu", default="h100", choices=sorted(DEVICES), help="kind of GPU (default %(default)s)")
+    plan.add_argument(
+        "--lengths",
+        metavar="P50,P99,MAX",
+        help="tokens of responses: median, 99th percentile, most (default: a guess from rollout.max_response_tokens)",
+    )
+    plan.add_argument("--from", dest="run_dir", metavar="RUN", help="take settings and lengths from a run's record")
+    plan.add_argument("--top", type=int, default=3, metavar="N", help="plans to print (default %(default)s)")
     bench = add(
         "bench",
         "Measure models on the held-out tasks: accuracy, pass@k, majority@k with confidence intervals, side by side on "
@@ -177,7 +194,7 @@ def build_parser() -> argparse.ArgumentParser:
     config.add_argument(
         "--changed", action="store_true", help="print the settings that differ from their defaults, one on each line"
     )
-    for command in (train, bench, explore, store, data, config):
+    for command in (train, bench, explore, store, data, config, plan):
         command.add_argument(
             "--config-dir",
             metavar="DIR",
@@ -307,6 +324,13 @@ def _train(arguments: argparse.Namespace) -> int:
 def _init(arguments: argparse.Namespace) -> int:
     starter.run(arguments)
     return 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    with uncollected():
+        from megarl.run.planning import run
+
+    return run(arguments)
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -528,6 +552,7 @@ def _config(arguments: argparse.Namespace) -> int:
 COMMANDS = {
     "train": _train,
     "init": _init,
+    "plan": _plan,
     "bench": _bench,
     "explore": _explore,
     "scale": _scale,

@@ -1,0 +1,47 @@
+"""Accelerators that a plan can use: rates and sizes from data sheets, and the links between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator and its links. Rates are those of the data sheet, in one direction."""
+
+    name: str
+    bf16: float
+    """Dense bfloat16 operations per second."""
+    memory_bytes: float
+    """Bytes of device memory that the driver reports."""
+    memory_rate: float
+    """Bytes per second of device memory."""
+    link_rate: float
+    """Bytes per second between two devices of one link domain (NVLink, or PCIe without it)."""
+    link_domain: int
+    """Devices that these links connect."""
+    network_rate: float
+    """Bytes per second of one device to another link domain."""
+    host_rate: float
+    """Bytes per second between device and pinned host memory."""
+    fp8: float | None = None
+    """Dense 8-bit operations per second; None if the device has none."""
+
+    def rate_of(self, group: int) -> float:
+        """Return the bytes per second of one rank in a group of ranks on neighbouring devices."""
+        return self.link_rate if group <= self.link_domain else self.network_rate
+
+
+DEVICES: dict[str, Device] = {
+    "h100": Device("h100", 989e12, 85.0e9, 3.35e12, 450e9, 8, 50e9, 54e9, fp8=1979e12),
+    "h100-500w": Device("h100-500w", 989e12 * 0.8, 102.0e9, 2.4e12, 450e9, 8, 50e9, 54e9, fp8=1979e12 * 0.8),
+    "h200": Device("h200", 989e12, 150.0e9, 4.8e12, 450e9, 8, 50e9, 54e9, fp8=1979e12),
+    "b200": Device("b200", 2250e12, 192.0e9, 8.0e12, 900e9, 8, 50e9, 54e9, fp8=4500e12),
+    "gb200": Device("gb200", 2450e12, 198.0e9, 8.0e12, 900e9, 72, 50e9, 180e9, fp8=4900e12),
+    "a100": Device("a100", 312e12, 85.0e9, 2.04e12, 300e9, 8, 25e9, 25e9),
+    "l40s": Device("l40s", 362e12, 48.3e9, 0.864e12, 25e9, 8, 12.5e9, 25e9, fp8=733e12),
+    "cpu": Device("cpu", 0.1e12, 12.0e9, 0.02e12, 5e9, 64, 1.25e9, 5e9),
+}
+"""Name for ``megarl plan --gpu`` -> device. Sources: NVIDIA's data sheets of H100 SXM, H200, B200, GB200 NVL72, A100 SXM
+80 GB and L40S (NDR network, one 400 Gb/s port a device; HDR 200 Gb/s for A100). ``h100-500w``: the cards of torchtitan's
+published rows, 96 GB with HBM2e. ``cpu``: one core of two, measured with the toy models."""

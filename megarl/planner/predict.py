@@ -1,0 +1,126 @@
+"""Seconds and bytes of a plan, phase by phase."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+from megarl.learn.memory.activation_bytes import activation_bytes
+from megarl.planner.accelerators import Device
+from megarl.planner.rollout import OVERHEAD_BYTES, RolloutCost
+from megarl.planner.sync import sync_seconds
+from megarl.planner.training import Parts, TrainingCost
+from megarl.planner.work import Plan, Work, model_settings
+
+BF16, GRADIENT, OPTIMIZER = 2, 4, 12
+"""Bytes of a parameter: the weight, its float32 gradient, its float32 master and moments."""
+CONTEXT_BYTES = 2.5e9
+"""Bytes of a device for CUDA, NCCL's buffers and the caching allocator's rounding."""
+CLIFF = 0.2
+"""Distance of the KV cache's slots from the trajectories of an engine, as a share, below which a plan has a warning."""
+TURN_S = 3.0
+"""Seconds of engines that sleep and wake, beyond the bytes that move."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A plan's step."""
+
+    plan: Plan
+    seconds: dict[str, float]
+    """Phase (``rollout``, ``inference``, ``update``, ``sync``, ``moves``) -> seconds."""
+    step_s: float
+    tokens: float
+    gpus: int
+    memory: dict[str, float]
+    """Phase (``update``, ``rollout``) -> bytes of the fullest device."""
+    parts: Parts
+    """Seconds of the updates of a step by cause, without gradients' messages and the optimizer."""
+    idle: float
+    """Share of device seconds in which a device has no work."""
+    warnings: tuple[str, ...] = field(default=())
+
+    @property
+    def rate(self) -> float:
+        """Tokens of prompts and responses per second and device."""
+        return self.tokens / self.step_s / self.gpus
+
+
+def predict(work: Work, plan: Plan, device: Device) -> Prediction:
+    """Predict a step. Seconds are infinite where the engines' weights leave no KV cache."""
+    training, inference, parts = training_seconds(work, plan, device)
+    seconds = {"inference": inference, "update": training}
+    memory = {"update": update_bytes(work, plan)}
+    warnings: list[str] = []
+    if not work.samples or not plan.replicas:
+        step = training + inference
+        return Prediction(plan, seconds, step, work.tokens, plan.gpus, memory, parts, 0.0)
+    engine = RolloutCost(work.model, plan.engine_tp, device, work.device_share, work.max_num_seqs)
+    each = math.ceil(work.trajectories / plan.replicas)
+    seconds["rollout"] = engine.seconds(each, work.prompt, work.lengths, work.group, ahead=plan.ahead)
+    memory["rollout"] = device.memory_bytes * work.device_share
+    kv_bytes = memory["rollout"] - engine.weight_bytes - OVERHEAD_BYTES
+    if kv_bytes <= 0:
+        memory["rollout"] = engine.weight_bytes + OVERHEAD_BYTES
+    slots = engine.slots(work.prompt, work.lengths)
+    if abs(slots / each - 1) < CLIFF and slots < work.max_num_seqs:
+        warnings.append(
+            f"the KV cache of an engine holds about {slots:,.0f} of its {each:,} trajectories: within {CLIFF:.0%} of a cliff"
+        )
+    seconds["sync"] = sync_seconds(work.model, plan.engine_tp, device, plan.transport)
+    trainer = training + inference
+    if plan.colocated:
+        seconds["moves"] = TURN_S + 2 * _moved_bytes(work, plan) / device.host_rate
+    else:
+        seconds["moves"] = 0.0
+    if plan.colocated or not plan.ahead:
+        step = seconds["rollout"] + trainer
+    else:
+        step = max(seconds["rollout"], trainer)
+    step += seconds["sync"] + seconds["moves"]
+    workers, ranks = plan.engine_tp * plan.replicas, plan.grid.world_size
+    busy = workers * seconds["rollout"] + ranks * trainer
+    idle = max(0.0, 1 - busy / (plan.gpus * (step - seconds["moves"] - seconds["sync"]))) if step < math.inf else 1.0
+    return Prediction(plan, seconds, step, work.tokens, plan.gpus, memory, parts, idle, tuple(warnings))
+
+
+def training_seconds(work: Work, plan: Plan, device: Device) -> tuple[float, float, Parts]:
+    """Return the seconds of a step's updates and of its forward passes, and the causes of the former."""
+    return _training_seconds(work, plan.grid, plan.recompute, device)
+
+
+@lru_cache(maxsize=4096)
+def _training_seconds(work: Work, grid, recompute: str, device: Device) -> tuple[float, float, Parts]:  # type: ignore[no-untyped-def]
+    modules = ("mlp", "moe") if recompute == "selective" else ()
+    cost = TrainingCost(work.model, grid, device, recompute, modules)
+    tokens = work.tokens / work.updates
+    update = work.trained * work.updates * cost.update(tokens, work.micro_batch, work.context)
+    passes = work.passes * cost.passes(work.tokens, work.micro_batch, work.context)
+    number = math.ceil(tokens / grid.dp / work.micro_batch)
+    parts = cost.micro_batch(tokens / grid.dp / number, work.context, trains=True)
+    return update, passes, parts * (number * work.updates * work.trained)
+
+
+def update_bytes(work: Work, plan: Plan) -> float:
+    """Return the bytes of the fullest device in an update, with activations, logits and CUDA's own."""
+    grid = plan.grid
+    dense, experts = TrainingCost(work.model, grid, _ANY).rank_parameters
+    copies, expert_copies = grid.dp * grid.cp, grid.stage_size // (grid.ep * grid.expert_tp)
+    states = (dense + experts) * (BF16 + GRADIENT) + OPTIMIZER * (dense / copies + experts / expert_copies)
+    frozen = 0.0 if plan.colocated else work.frozen * BF16 * (dense + experts)
+    settings = model_settings(plan.recompute, bool(work.model.experts))
+    kept = activation_bytes(work.sizes, settings, grid, work.micro_batch, work.logits_bytes)
+    return states * work.trained + frozen + kept + CONTEXT_BYTES
+
+
+def _moved_bytes(work: Work, plan: Plan) -> float:
+    """Return the bytes that leave a device for the rollout: weights and optimizer of all models."""
+    dense, experts = TrainingCost(work.model, plan.grid, _ANY).rank_parameters
+    copies, expert_copies = plan.grid.dp * plan.grid.cp, plan.grid.stage_size // (plan.grid.ep * plan.grid.expert_tp)
+    states = (dense + experts) * BF16 + OPTIMIZER * (dense / copies + experts / expert_copies)
+    return states * work.trained + work.frozen * BF16 * (dense + experts)
+
+
+_ANY = Device("any", 1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0)
+"""For counts of bytes, which do not depend on a device."""
