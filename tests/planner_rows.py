@@ -1,4 +1,4 @@
-"""Published rows against the cost model: ``python -m tests.planner_rows`` prints the tables of docs/benchmarks/planner.md.
+"""Published rows against the cost model, and its predictions for presets (docs/benchmarks/planner.md).
 
 Each row of ``unit/cases/planner_rows.json`` has its source, grid and measurement. Systems of others differ from megarl
 in two ways that the model takes as they are published: NeMo-RL's refit in turns and its unexplained seconds, and 8-bit
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,11 +52,7 @@ SIZES = {
     "Qwen2.5-72B": ("qwen2", 152064, 8192, 29568, 80, 64, 8),
 }
 """Sizes of published config.json files: family, vocabulary, hidden, MLP, layers, heads, key/value heads."""
-FILES = {
-    "DeepSeek-V3": "DeepSeek-V3-Base-bf16",
-    "Qwen3-235B-A22B": "Qwen3-235B-A22B",
-    "Qwen3-30B-A3B": "Qwen3-30B-A3B",
-}
+FILES = {"DeepSeek-V3": "DeepSeek-V3-Base-bf16", "Qwen3-235B-A22B": "Qwen3-235B-A22B", "Qwen3-30B-A3B": "Qwen3-30B-A3B"}
 
 
 def _gated_delta(hidden: int, layers: int, heads: int, kv: int, experts: int, mlp: int) -> ModelCost:
@@ -75,7 +70,14 @@ def _gated_delta(hidden: int, layers: int, heads: int, kv: int, experts: int, ml
         elements = (8 * hidden, 2 * (heads + 2 * kv) * 256 + inner)
         found.append(
             LayerCost(
-                tuple(attention), heads * full, 512, elements, 512 * kv * full, kv if full else 1, experts, 8 * bool(experts)
+                tuple(attention),
+                heads * full,
+                512,
+                elements,
+                512 * kv * full,
+                kv if full else 1,
+                experts,
+                8 * bool(experts),
             )
         )
     return ModelCost(tuple(found), hidden, 248320, False)
@@ -123,7 +125,9 @@ def judged() -> list[Judged]:
 def seconds_of(row: dict[str, Any]) -> float:
     model, device = model_of(row["model"]), DEVICES[row["gpu"].lower()]
     if row["kind"] == "sync":
-        return sync_seconds(model, row["gen"]["tp"], device, {"gather-verl": "gather", "slices": "nccl"}[row["transport"]])
+        return sync_seconds(
+            model, row["gen"]["tp"], device, {"gather-verl": "gather", "slices": "nccl"}[row["transport"]]
+        )
     train, work = row["train"], row["work"]
     cost = _training(model, row, device.name)
     if row["kind"] == "train":  # constant lengths: nothing is lost in packing, and no optimizer in our own rows
@@ -164,15 +168,17 @@ def _training(model: ModelCost, row: dict[str, Any], gpu: str) -> TrainingCost:
 def null_errors(rows: list[Judged]) -> tuple[float, float]:
     """Return median errors of two models that know less, on rows of RL and training.
 
-    The first has one rate of FLOPs a GPU, the median of all rows; the second the median tokens per second and GPU of the
-    same model's other rows.
+    The first has one rate of FLOPs a GPU, the median of all rows; the second the median tokens per second and GPU of
+    the same model's other rows.
     """
     work = [(one, _tokens(one.row), _tokens(one.row) * model_of(one.row["model"]).flops(0) * 3) for one in rows]
     rate = statistics.median(flops / one.measured / one.row["gpus"] for one, _, flops in work)
     first = [abs(flops / rate / one.row["gpus"] / one.measured - 1) for one, _, flops in work]
     second = []
     for one, tokens, _ in work:
-        others = [t / o.measured / o.row["gpus"] for o, t, _ in work if o is not one and o.row["model"] == one.row["model"]]
+        others = [
+            t / o.measured / o.row["gpus"] for o, t, _ in work if o is not one and o.row["model"] == one.row["model"]
+        ]
         if others:
             second.append(abs(tokens / statistics.median(others) / one.row["gpus"] / one.measured - 1))
     return statistics.median(first), statistics.median(second)
@@ -182,7 +188,33 @@ def _tokens(row: dict[str, Any]) -> float:
     return float(row["work"]["trajectories"] * (row["work"]["prompt"] + row["work"]["response"]))
 
 
-def main() -> None:
+def presets() -> list[str]:
+    """Return a line for each experiment of a real model."""
+    from megarl.config import compose
+    from megarl.planner.predict import predict
+    from megarl.planner.search import search
+    from megarl.planner.work import JobPlan, StepWork
+    from tests.unit.test_configs import NODES, hf_config
+
+    lines = [
+        "| preset | GPUs | H100 | H200 | B200 | rollout, update on H100 | idle | against the best, H100 |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name in NODES:
+        config = compose([f"experiment={name}"])
+        work, plan = StepWork.of(config, hf_config(config.model.path)), JobPlan.of(config)
+        h100, h200, b200 = (predict(work, plan, DEVICES[gpu]) for gpu in ("h100", "h200", "b200"))
+        best = search(work, plan.gpus, DEVICES["h100"], name, config.sync.max_staleness)[0]
+        parts = ", ".join(f"{h100.seconds.get(phase, 0.0):.0f}" for phase in ("rollout", "update"))
+        seconds = " | ".join(f"{one.step_s:.0f}" for one in (h100, h200, b200))
+        lines.append(
+            f"| {name} | {plan.gpus} | {seconds} | {parts} | {h100.idle:.0%} | {h100.step_s / best.step_s:.2f} x |"
+        )
+    return lines
+
+
+def table() -> list[str]:
+    """Return a line for each published row, and one about all."""
     rows = judged()
     lines = ["| row | model | GPUs | measured, s | predicted, s | error | |", "|---|---|---|---|---|---|---|"]
     for one in rows:
@@ -196,14 +228,11 @@ def main() -> None:
         )
     errors = sorted(abs(one.error) for one in rows if one.judges)
     flops, rate = null_errors([one for one in rows if one.row["kind"] != "sync" and one.judges])
-    lines += [
+    share = sum(error <= 0.25 for error in errors) / len(errors)
+    return [
+        *lines,
         "",
-        f"Median error {statistics.median(errors):.0%} on {len(errors)} rows that judge; "
-        f"{sum(e <= 0.25 for e in errors) / len(errors):.0%} of them within 25 %. Null models on rows of RL and training: "
-        f"FLOPs a GPU {flops:.0%}, the same model's median rate {rate:.0%}.",
+        f"Median error {statistics.median(errors):.0%} on {len(errors)} rows that judge; {share:.0%} are within 25 %.",
+        "Median errors of two simpler models on the rows of RL and training:",
+        f"one rate of FLOPs a GPU {flops:.0%}, the median rate of the same model's other rows {rate:.0%}.",
     ]
-    sys.stdout.write("\n".join(lines) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -40,8 +40,11 @@ DEVICES: dict[str, Device] = {
     "gb200": Device("gb200", 2450e12, 198.0e9, 8.0e12, 900e9, 72, 50e9, 180e9, fp8=4900e12),
     "a100": Device("a100", 312e12, 85.0e9, 2.04e12, 300e9, 8, 25e9, 25e9),
     "l40s": Device("l40s", 362e12, 48.3e9, 0.864e12, 25e9, 8, 12.5e9, 25e9, fp8=733e12),
-    "cpu": Device("cpu", 0.1e12, 12.0e9, 0.02e12, 5e9, 64, 1.25e9, 5e9),
+    "cpu": Device("cpu", 0.09e12, 12.0e9, 0.019e12, 5e9, 64, 1.25e9, 5e9),
 }
-"""Name for ``megarl plan --gpu`` -> device. Sources: NVIDIA's data sheets of H100 SXM, H200, B200, GB200 NVL72, A100 SXM
-80 GB and L40S (NDR network, one 400 Gb/s port a device; HDR 200 Gb/s for A100). ``h100-500w``: the cards of torchtitan's
-published rows, 96 GB with HBM2e. ``cpu``: one core of two, measured with the toy models."""
+"""Name for ``megarl plan --gpu`` -> device.
+
+Sources: NVIDIA's data sheets of H100 SXM, H200, B200, GB200 NVL72, A100 SXM 80 GB and L40S; one port of 400 Gb/s for
+each device (A100: 200). ``h100-500w``: the cards of torchtitan's published rows, 96 GB with HBM2e. ``cpu``: one core of
+the machine that runs the tests, in float32.
+"""

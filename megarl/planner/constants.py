@@ -19,7 +19,9 @@ class Constant(NamedTuple):
 
 
 PRODUCT_SHARE = Constant(0.71, 0.68, 0.76, "share of the peak rate that a large product reaches")
-ATTENTION_SHARE = Constant(0.35, 0.30, 0.55, "share of the peak rate that fused attention reaches, forward and backward")
+ATTENTION_SHARE = Constant(
+    0.35, 0.30, 0.55, "share of the peak rate that fused attention reaches, forward and backward"
+)
 EXPERT_LAYER_S = Constant(2.9e-3, 2.6e-3, 3.1e-3, "seconds of a MoE layer, micro-batch and pass beyond its arithmetic")
 DECODE_MEMORY_SHARE = Constant(0.56, 0.52, 0.71, "share of the memory's rate that decoding reaches")
 DECODE_LAYER_S = Constant(0.18e-3, 0.15e-3, 0.21e-3, "seconds of a layer of a decoded token beyond its bytes")

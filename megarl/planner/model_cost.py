@@ -1,5 +1,5 @@
-"""Arithmetic of a model from the sizes in its config.json: products of a token in each kind of layer, parameters, and the
-KV cache of a token.
+"""Arithmetic of a model from the sizes in its config.json: products of a token in each kind of layer, parameters, KV
+cache.
 
 An operation is a multiplication or an addition: a product of [rows, k] and [k, n] has 2·rows·k·n.
 """
@@ -73,7 +73,9 @@ class ModelCost:
     def of(cls, hf_config: Mapping[str, Any]) -> ModelCost:
         """Return the costs of the model that a config.json describes. Raises ArchitectureError for unknown families."""
         sizes = architecture(hf_config).sizes(hf_config)
-        kinds = {experts: _layer(sizes, experts) for experts in {n in sizes.moe_layers for n in range(sizes.num_layers)}}
+        kinds = {
+            experts: _layer(sizes, experts) for experts in {n in sizes.moe_layers for n in range(sizes.num_layers)}
+        }
         layers = tuple(kinds[number in sizes.moe_layers] for number in range(sizes.num_layers))
         return cls(layers, sizes.hidden, sizes.vocab, sizes.tied)
 
@@ -83,7 +85,7 @@ class ModelCost:
         return dict(Counter(self.layers))
 
     def flops(self, context: float) -> float:
-        """Return the operations of one token's forward pass, with attention to ``context`` tokens and the output layer."""
+        """Return the operations of one token's forward pass with attention to ``context`` tokens."""
         layers = sum(
             number * (layer.flops() + 2 * layer.heads * layer.widths * context) for layer, number in self.kinds.items()
         )

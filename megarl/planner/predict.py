@@ -11,7 +11,7 @@ from megarl.planner.accelerators import Device
 from megarl.planner.rollout import OVERHEAD_BYTES, RolloutCost
 from megarl.planner.sync import sync_seconds
 from megarl.planner.training import Parts, TrainingCost
-from megarl.planner.work import Plan, Work, model_settings
+from megarl.planner.work import JobPlan, StepWork, model_settings
 
 BF16, GRADIENT, OPTIMIZER = 2, 4, 12
 """Bytes of a parameter: the weight, its float32 gradient, its float32 master and moments."""
@@ -27,7 +27,7 @@ TURN_S = 3.0
 class Prediction:
     """A plan's step."""
 
-    plan: Plan
+    plan: JobPlan
     seconds: dict[str, float]
     """Phase (``rollout``, ``inference``, ``update``, ``sync``, ``moves``) -> seconds."""
     step_s: float
@@ -47,7 +47,7 @@ class Prediction:
         return self.tokens / self.step_s / self.gpus
 
 
-def predict(work: Work, plan: Plan, device: Device) -> Prediction:
+def predict(work: StepWork, plan: JobPlan, device: Device) -> Prediction:
     """Predict a step. Seconds are infinite where the engines' weights leave no KV cache."""
     training, inference, parts = training_seconds(work, plan, device)
     seconds = {"inference": inference, "update": training}
@@ -66,7 +66,8 @@ def predict(work: Work, plan: Plan, device: Device) -> Prediction:
     slots = engine.slots(work.prompt, work.lengths)
     if abs(slots / each - 1) < CLIFF and slots < work.max_num_seqs:
         warnings.append(
-            f"the KV cache of an engine holds about {slots:,.0f} of its {each:,} trajectories: within {CLIFF:.0%} of a cliff"
+            f"the KV cache of an engine holds about {slots:,.0f} of its {each:,} trajectories: within "
+            f"{CLIFF:.0%} of a cliff"
         )
     seconds["sync"] = sync_seconds(work.model, plan.engine_tp, device, plan.transport)
     trainer = training + inference
@@ -85,13 +86,13 @@ def predict(work: Work, plan: Plan, device: Device) -> Prediction:
     return Prediction(plan, seconds, step, work.tokens, plan.gpus, memory, parts, idle, tuple(warnings))
 
 
-def training_seconds(work: Work, plan: Plan, device: Device) -> tuple[float, float, Parts]:
+def training_seconds(work: StepWork, plan: JobPlan, device: Device) -> tuple[float, float, Parts]:
     """Return the seconds of a step's updates and of its forward passes, and the causes of the former."""
     return _training_seconds(work, plan.grid, plan.recompute, device)
 
 
 @lru_cache(maxsize=4096)
-def _training_seconds(work: Work, grid, recompute: str, device: Device) -> tuple[float, float, Parts]:  # type: ignore[no-untyped-def]
+def _training_seconds(work: StepWork, grid, recompute: str, device: Device) -> tuple[float, float, Parts]:  # type: ignore[no-untyped-def]
     modules = ("mlp", "moe") if recompute == "selective" else ()
     cost = TrainingCost(work.model, grid, device, recompute, modules)
     tokens = work.tokens / work.updates
@@ -102,7 +103,7 @@ def _training_seconds(work: Work, grid, recompute: str, device: Device) -> tuple
     return update, passes, parts * (number * work.updates * work.trained)
 
 
-def update_bytes(work: Work, plan: Plan) -> float:
+def update_bytes(work: StepWork, plan: JobPlan) -> float:
     """Return the bytes of the fullest device in an update, with activations, logits and CUDA's own."""
     grid = plan.grid
     dense, experts = TrainingCost(work.model, grid, _ANY).rank_parameters
@@ -114,7 +115,7 @@ def update_bytes(work: Work, plan: Plan) -> float:
     return states * work.trained + frozen + kept + CONTEXT_BYTES
 
 
-def _moved_bytes(work: Work, plan: Plan) -> float:
+def _moved_bytes(work: StepWork, plan: JobPlan) -> float:
     """Return the bytes that leave a device for the rollout: weights and optimizer of all models."""
     dense, experts = TrainingCost(work.model, plan.grid, _ANY).rank_parameters
     copies, expert_copies = plan.grid.dp * plan.grid.cp, plan.grid.stage_size // (plan.grid.ep * plan.grid.expert_tp)

@@ -1,7 +1,8 @@
 """Seconds in which engines sample a step's trajectories.
 
-A decode step reads the touched weights and the KV cache, multiplies, reduces between tensor-parallel ranks, and launches
-its layers. An engine has slots for as many trajectories as its KV cache holds; one that ends gives its slot to the next.
+A decode step reads the touched weights and the KV cache, multiplies, reduces between tensor-parallel ranks, and
+launches its layers. An engine has slots for as many trajectories as its KV cache holds; one that ends gives its slot to
+the next.
 At the end few long ones are left: the last is as long as the longest of all.
 """
 
@@ -12,16 +13,10 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
-from megarl.planner.constants import (
-    DECODE_LAYER_S,
-    DECODE_MEMORY_SHARE,
-    FAR_LATENCY_S,
-    PRODUCT_SHARE,
-    REDUCE_LATENCY_S,
-)
 from megarl.planner.accelerators import Device
-from megarl.planner.response_lengths import Lengths
+from megarl.planner.constants import DECODE_LAYER_S, DECODE_MEMORY_SHARE, FAR_LATENCY_S, PRODUCT_SHARE, REDUCE_LATENCY_S
 from megarl.planner.model_cost import ModelCost
+from megarl.planner.response_lengths import Lengths
 
 BF16 = 2
 SAMPLED = 256
@@ -85,9 +80,7 @@ class RolloutCost:
         held = prompt + sum(x * x for x in lengths.quantiles) / (2 * sum(lengths.quantiles)) * 1.15
         return min(float(self.max_num_seqs), self.kv_tokens / held)
 
-    def seconds(
-        self, trajectories: int, prompt: float, lengths: Lengths, group: int = 1, *, ahead: int = 0
-    ) -> float:
+    def seconds(self, trajectories: int, prompt: float, lengths: Lengths, group: int = 1, *, ahead: int = 0) -> float:
         """Return the seconds in which the engine samples ``trajectories``; infinite if its weights leave no KV cache.
 
         Args:

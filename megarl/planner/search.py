@@ -13,7 +13,7 @@ from megarl.core.errors import ConfigError
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.planner.accelerators import Device
 from megarl.planner.predict import Prediction, predict, training_seconds, update_bytes
-from megarl.planner.work import Plan, Work
+from megarl.planner.work import JobPlan, StepWork
 from megarl.weights.reshard.grid import check_grid, shares_heads
 
 KEPT = 4
@@ -27,7 +27,7 @@ TIE = 0.15
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 
 
-def grids(work: Work, ranks: int, device: Device, name: str) -> Iterator[ParallelConfig]:
+def grids(work: StepWork, ranks: int, device: Device, name: str) -> Iterator[ParallelConfig]:
     """Yield the grids of ``ranks`` that divide the model. Tensor and context parallelism stay in a link domain."""
     sizes, layers = work.sizes, work.sizes.num_layers
     longest = (work.prompt + work.lengths.cap) / LONG
@@ -53,14 +53,14 @@ def grids(work: Work, ranks: int, device: Device, name: str) -> Iterator[Paralle
             yield grid
 
 
-def trainers(work: Work, ranks: int, device: Device, name: str, colocated: bool) -> list[Plan]:
+def trainers(work: StepWork, ranks: int, device: Device, name: str, colocated: bool) -> list[JobPlan]:
     """Return the fastest trainers on ``ranks`` that fit a device, without engines."""
-    found: list[tuple[float, int, Plan]] = []
+    found: list[tuple[float, int, JobPlan]] = []
     for number, grid in enumerate(grids(work, ranks, device, name)):
         if grid.dp * work.updates > work.trajectories:
             continue
         for recompute in ("none", "selective", "full"):
-            plan = Plan(grid, recompute, 1, 0, colocated, 0, "nccl")
+            plan = JobPlan(grid, recompute, 1, 0, colocated, 0, "nccl")
             if update_bytes(work, plan) <= device.memory_bytes * USABLE:
                 update, passes, _ = training_seconds(work, plan, device)
                 found.append((update + passes, number, plan))
@@ -68,21 +68,24 @@ def trainers(work: Work, ranks: int, device: Device, name: str, colocated: bool)
     return [plan for _, _, plan in heapq.nsmallest(KEPT, found, key=lambda row: row[:2])]
 
 
-def engines(work: Work, gpus: int, device: Device) -> Iterator[tuple[int, int]]:
+def engines(work: StepWork, gpus: int, device: Device) -> Iterator[tuple[int, int]]:
     """Yield (tensor-parallel size, number) of the engines that fill ``gpus`` and fit."""
     for tp in SIZES:
         if gpus % tp or work.sizes.heads % tp or not shares_heads(0 if work.sizes.kv_lora else work.sizes.kv_heads, tp):
             continue
-        if work.model.parameters * 2 / tp < device.memory_bytes * work.device_share - 6e9 and gpus // tp <= work.trajectories:
+        if (
+            work.model.parameters * 2 / tp < device.memory_bytes * work.device_share - 6e9
+            and gpus // tp <= work.trajectories
+        ):
             yield tp, gpus // tp
 
 
-def search(work: Work, gpus: int, device: Device, name: str, ahead: int = 0, node: int = 8) -> list[Prediction]:
+def search(work: StepWork, gpus: int, device: Device, name: str, ahead: int = 0, node: int = 8) -> list[Prediction]:
     """Return predictions of the best plans for ``gpus`` devices, fastest first.
 
     Args:
         ahead: ``sync.max_staleness``.
-        node: Devices of a node; trainers and engines on devices of their own take whole nodes of several.
+        node: Devices of a node. On more than four nodes trainer and engines take whole nodes, else halves.
     """
     found: list[Prediction] = []
     if not work.samples:
@@ -90,8 +93,9 @@ def search(work: Work, gpus: int, device: Device, name: str, ahead: int = 0, nod
         return sorted(found, key=lambda one: one.step_s)
     for plan in trainers(work, gpus, device, name, True):
         for tp, number in engines(work, gpus, device):
-            found.append(predict(work, replace(plan, engine_tp=tp, replicas=number), device))
-    unit = node if gpus > node else 1
+            turns = replace(plan, engine_tp=tp, replicas=number, transport=transport_in_turns(plan.grid, tp, node))
+            found.append(predict(work, turns, device))
+    unit = node if gpus > 4 * node else max(1, node // 2)
     for ranks in sorted({unit * round(gpus * share / unit) for share in (0.25, 0.375, 0.5, 0.625, 0.75)}):
         if not 0 < ranks < gpus:
             continue
@@ -99,6 +103,13 @@ def search(work: Work, gpus: int, device: Device, name: str, ahead: int = 0, nod
             for tp, number in engines(work, gpus - ranks, device):
                 found.append(predict(work, replace(plan, engine_tp=tp, replicas=number, ahead=ahead), device))
     return sorted((one for one in found if one.step_s < math.inf), key=lambda one: one.step_s)
+
+
+def transport_in_turns(grid: ParallelConfig, tp: int, node: int) -> str:
+    """Return the transport of engines that share GPUs with the trainer. Within a node weights go by shared memory; NCCL
+    does not connect two processes of one GPU, so weights from other nodes go by gloo."""
+    copy = grid.pp * max(grid.tp * grid.cp, grid.ep * grid.expert_tp)
+    return "nccl" if max(copy, tp) <= node else "gloo"
 
 
 def ties(found: list[Prediction]) -> list[Prediction]:

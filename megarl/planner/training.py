@@ -12,15 +12,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megarl.config.schema import ParallelConfig
-from megarl.planner.constants import (
-    ATTENTION_SHARE,
-    EXPERT_LAYER_S,
-    FP8_GAIN,
-    MEMORY_SHARE,
-    PACKED,
-    PRODUCT_SHARE,
-)
 from megarl.planner.accelerators import Device
+from megarl.planner.constants import ATTENTION_SHARE, EXPERT_LAYER_S, FP8_GAIN, MEMORY_SHARE, PACKED, PRODUCT_SHARE
 from megarl.planner.model_cost import LayerCost, ModelCost
 from megarl.weights.reshard.grid import MegatronGrid
 
@@ -73,8 +66,8 @@ class TrainingCost:
     eight_bits: bool = False
     """True if products of layers are in 8 bits (published rows only: megarl trains in bfloat16)."""
     tuned_experts: bool = False
-    """True with DeepEP's dispatcher and captured graphs: a token goes once to a link domain for all its experts there, and
-    half of the messages and of ``EXPERT_LAYER_S`` is hidden behind other work."""
+    """True with DeepEP's dispatcher and captured graphs: a token goes once to a link domain for all its experts there,
+    and half of the messages and of ``EXPERT_LAYER_S`` is hidden behind other work."""
 
     def passes(self, tokens: float, micro_batch: int, context: float) -> float:
         """Return the seconds of a forward pass over ``tokens`` of all ranks in micro-batches of ``micro_batch``."""

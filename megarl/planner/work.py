@@ -1,4 +1,4 @@
-"""Work of one step: trajectories to sample, forward passes, updates. And a plan: where each of them runs."""
+"""StepWork of one step: trajectories to sample, forward passes, updates. And a plan: where each of them runs."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from megarl.config.model_roles import is_teacher
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import roles_of
-from megarl.planner.response_lengths import Lengths
 from megarl.planner.model_cost import ModelCost
+from megarl.planner.response_lengths import Lengths
 from megarl.weights.architectures import ModelSizes, architecture
 
 USUAL_SHARE = 0.4
@@ -24,7 +24,7 @@ STATE_BYTES = 2 + 4 + 12
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """One step of a job."""
 
     model: ModelCost
@@ -50,7 +50,7 @@ class Work:
     max_num_seqs: int
 
     @classmethod
-    def of(cls, config: Config, hf_config: Mapping[str, Any], lengths: Lengths | None = None) -> Work:
+    def of(cls, config: Config, hf_config: Mapping[str, Any], lengths: Lengths | None = None) -> StepWork:
         """Return the work of a job's step. Models of all roles count as large as the actor.
 
         Args:
@@ -95,7 +95,7 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """Grid, engines and their placement."""
 
     grid: ParallelConfig
@@ -108,14 +108,16 @@ class Plan:
     transport: str
 
     @classmethod
-    def of(cls, config: Config) -> Plan:
+    def of(cls, config: Config) -> JobPlan:
         """Return the plan that a job's settings describe."""
         rollout, model = config.rollout, config.model
         return cls(
             config.parallel,
-            model.recompute if model.recompute != "selective" or {"mlp", "moe"} & {*model.recompute_modules} else "none",
+            model.recompute
+            if model.recompute != "selective" or {"mlp", "moe"} & {*model.recompute_modules}
+            else "none",
             rollout.tp * rollout.pp,
-            rollout.replicas,
+            rollout.replicas if algorithms.job_of(config).rollouts else 0,
             rollout.is_colocated,
             config.sync.max_staleness,
             config.sync.transport if config.sync.transport in ("nccl", "gloo") else "nccl",
@@ -140,6 +142,7 @@ class Plan:
             found.append(f"model.recompute_modules=[{'moe' if experts else 'mlp'}]")
         if self.replicas:
             placement, offload = ("colocated", "memory") if self.colocated else ("separate", "none")
+            found.append(f"sync.transport={self.transport}")
             found += [f"rollout.placement={placement}", f"rollout.tp={self.engine_tp}"]
             found += [f"rollout.replicas={self.replicas}", f"trainer.offload={offload}", f"reference.offload={offload}"]
             found.append(f"sync.max_staleness={self.ahead}")
@@ -162,5 +165,3 @@ def model_settings(recompute: str, experts: bool) -> ModelConfig:
     """Return the model's settings that decide its activations."""
     modules = ["moe" if experts else "mlp"] if recompute == "selective" else []
     return ModelConfig(dtype="bfloat16", recompute=recompute, recompute_modules=modules)  # type: ignore[arg-type]
-
-

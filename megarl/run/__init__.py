@@ -17,6 +17,7 @@ FACE = (
     "nodes.fit",
     "nodes.gpu_state",
     "nodes.plan",
+    "planning",
     "process.forkserver",
     "process.interrupt",
     "report.bundle",

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shlex
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from megarl.planner.accelerators import DEVICES
 from megarl.planner.predict import Prediction, predict
 from megarl.planner.response_lengths import Lengths
 from megarl.planner.search import TIE, reason, search, ties
-from megarl.planner.work import Plan, Work
+from megarl.planner.work import JobPlan, StepWork
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 OWN = "experiment=own_gpu"
@@ -48,14 +48,14 @@ def report(
 ) -> str:
     """Return the text that ``megarl plan`` prints. Raises ConfigError if no plan fits."""
     device, gpus = DEVICES[arguments.gpu], arguments.nodes * arguments.gpus_per_node
-    work = Work.of(config, hf_config, lengths)
+    work = StepWork.of(config, hf_config, lengths)
     found = search(work, gpus, device, str(hf_config["model_type"]), config.sync.max_staleness, arguments.gpus_per_node)
     if not found:
         raise ConfigError(
             f"no grid of {gpus} {arguments.gpu} GPUs holds {work.model.parameters / 1e9:.1f} B parameters with "
             f"trainer.max_tokens_per_micro_batch={work.micro_batch}; give more --nodes, or lower it"
         )
-    own = predict(work, Plan.of(config), device)
+    own = predict(work, JobPlan.of(config), device)
     best = found[0]
     lines = [
         f"model    {work.model.parameters / 1e9:.3g} B parameters, {hf_config['model_type']}",
@@ -84,9 +84,10 @@ def report(
     words = list(arguments.overrides)
     if not any(word.startswith("experiment=") for word in words) and arguments.run_dir is None:
         words.insert(0, OWN)
+    if arguments.nodes > 1 and config.store.url.startswith("sqlite"):
+        words.append("store=postgres")
     words += [word for word in best.plan.overrides(bool(work.model.experts)) if not _is_set(config, word)]
-    command = textwrap.wrap(f"megarl train {' '.join(words)}", 100, subsequent_indent="    ")
-    lines += ["", " \\\n".join(command), ""]
+    lines += ["", _wrapped("megarl train", words), ""]
     return "\n".join(lines)
 
 
@@ -127,12 +128,23 @@ def _recorded(folder: Path) -> Lengths | None:
     return Lengths.of_mean(sum(means) / len(means), max(1, math.ceil(max(most))))
 
 
-def _work(work: Work, guessed: bool) -> str:
+def _work(work: StepWork, guessed: bool) -> str:
     lengths = f"mean {work.lengths.mean:,.0f} of at most {work.lengths.cap:,} tokens"
     text = f"{work.trajectories:,} trajectories in groups of {work.group}, responses {lengths}"
     if not work.samples:
         return f"{work.trajectories:,} rows, {work.tokens:,.0f} tokens, {work.updates} update a step"
     return text + (" (a guess: give --lengths or --from)" if guessed else "")
+
+
+def _wrapped(command: str, words: Sequence[str]) -> str:
+    """Return a command for a shell, broken between words into lines of about 100 characters."""
+    lines = [command]
+    for word in map(shlex.quote, words):
+        if len(lines[-1]) + len(word) > 100:
+            lines[-1] += " \\"
+            lines.append("   ")
+        lines[-1] += f" {word}"
+    return "\n".join(lines)
 
 
 def _is_set(config: Config, override: str) -> bool:

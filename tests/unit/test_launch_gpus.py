@@ -127,9 +127,16 @@ def test_a_job_of_seven_billion_on_two_nodes_is_told_how_to_use_sixteen_gpus() -
     assert "idle: GPUs 1-7" in planned(allowed, nodes(2)) or "idle: GPUs 2-7" in planned(allowed, nodes(2))
 
 
+SEPARATE = (
+    "rollout.placement=separate", "rollout.tp=4", "rollout.replicas=16", "trainer.offload=none",
+    "reference.offload=none",
+)  # fmt: skip
+"""Engines of ``grpo_qwen2_5_32b`` on eight nodes beside the trainer's eight."""
+
+
 def test_groups_that_would_span_nodes_take_whole_nodes_of_their_own() -> None:
     """Four ranks and four engine workers on each node would cut every tensor-parallel group of eight in two."""
-    config = preset("grpo_qwen2_5_32b")
+    config = preset("grpo_qwen2_5_32b", *SEPARATE)
     plan = plan_job(config, nodes(16))
     assert {rank.node for rank in plan.of(ProcessKind.TRAINER)} == set(range(8))
     assert {part.node for part in plan.of(ProcessKind.ENGINE)} == set(range(8, 16))
@@ -174,11 +181,11 @@ def test_usable_sizes_alone_are_advised() -> None:
 def test_the_command_of_a_slurm_job_is_repeated() -> None:
     env = {COMMAND: "slurm/train_grpo.sh experiment=grpo_qwen2_5_32b"}
     [line] = [line for line in advice(preset("grpo_qwen2_5_32b"), nodes(1), anything, env) if "as it is" in line]
-    assert line.endswith("sbatch --nodes=16 --gpus-per-node=8 slurm/train_grpo.sh experiment=grpo_qwen2_5_32b")
+    assert line.endswith("sbatch --nodes=8 --gpus-per-node=8 slurm/train_grpo.sh experiment=grpo_qwen2_5_32b")
 
 
 def test_a_lost_node_of_engines_takes_its_engines_alone() -> None:
-    config, places = preset("grpo_qwen2_5_32b"), nodes(16)
+    config, places = preset("grpo_qwen2_5_32b", *SEPARATE), nodes(16)
     fitted = fit(config, places, places[:-1], anything)
     assert (fitted.config.parallel.dp, fitted.config.rollout.replicas) == (8, 14)
     check_plan(fitted.config, fitted.plan, places[:-1])
@@ -200,7 +207,8 @@ def test_a_lost_node_of_a_job_that_shares_nodes_leaves_equal_blocks() -> None:
 
 
 def test_components_of_a_heterogeneous_job_keep_their_kinds() -> None:
-    config = preset("grpo_deepseek_v3")
+    apart = ("rollout.placement=separate", "trainer.offload=none", "reference.offload=none", "sync.transport=nccl")
+    config = preset("grpo_deepseek_v3", *apart)
     places = [NodeInfo(rank, "", "trainer" if rank < 128 else "rollout", 8) for rank in range(256)]
     plan = fit(config, places, places, anything).plan
     check_plan(config, plan, places)
