@@ -156,6 +156,7 @@ def test_a_check_of_the_finished_run_changes_no_byte(
 
 def test_report_stands_alone(run_dir: Path) -> None:
     html = (run_dir / "report" / "report.html").read_text()
+    assert "computed as `megarl plan` does" in html and (run_dir / "prediction.json").is_file()
     assert "<svg" in html or "<img" in html
     assert not re.findall(r"""src=["'](?!data:)|<link|@import|url\((?!["']?(?:data:|#))""", html), (
         "it needs other files"

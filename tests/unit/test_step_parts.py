@@ -43,6 +43,7 @@ ORDER = (
     "DrainAhead",
     "TruncationLine",
     "AccountLine",
+    "PredictedSeconds",
 )
 
 
@@ -62,8 +63,8 @@ def test_parts_are_called_in_this_order() -> None:
     assert names == [name for name in ORDER if name in names]
 
 
-def test_a_job_without_further_settings_has_lines_of_the_log_alone() -> None:
-    assert set(wanted(Config())) <= {"TruncationLine", "AccountLine"}
+def test_a_job_without_further_settings_has_its_log_and_its_prediction_alone() -> None:
+    assert set(wanted(Config())) <= {"TruncationLine", "AccountLine", "PredictedSeconds"}
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,8 @@ class ReportData:
     """(message about dropped groups without repetitions, number of steps with it)."""
     notes: tuple[str, ...]
     """Messages about parts that could not be read."""
+    prediction: Mapping[str, Any] | None = None
+    """Device and phase -> seconds that the cost model predicts for a step; None until the job has ended."""
 
     def series(self, name: str) -> Series:
         """Return (step, value) of a metric for the steps that recorded it."""
@@ -206,6 +208,7 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
         timelines={name: phases for name, phases in timelines.items() if phases},
         dropped=_dropped(dropped),
         notes=tuple(notes),
+        prediction=next(iter(_records(run_dir / "prediction.json", notes)), None),
     )
 
 

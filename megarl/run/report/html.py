@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from markupsafe import Markup
@@ -95,6 +96,7 @@ def page(run: ReportData) -> str:
         _lanes,
         _start_up,
         _phase_table,
+        _prediction,
         _memory,
         _verifiers,
         _settings,
@@ -321,6 +323,24 @@ def _phase_table(run: ReportData) -> Markup:
     return PIECES.section(
         "Seconds per phase", f"{text} Each moment counts for the innermost phase.", PIECES.card(table) + extra
     )
+
+
+def _prediction(run: ReportData) -> Markup:
+    """Return the table of predicted and measured seconds of a step's phases."""
+    if run.prediction is None:
+        return Markup()
+    half = run.steps[len(run.steps) // 2 :]
+    body = []
+    for phase, predicted in run.prediction["seconds"].items():
+        values = [metrics[f"timing_s/{phase}"] for _, metrics in half if f"timing_s/{phase}" in metrics]
+        if values:
+            body.append((phase, f"{predicted:.3g}", f"{median(values):.3g}"))
+    text = (
+        f"Seconds of a step on {run.prediction['device']}, computed as `megarl plan` does with the run's lengths, "
+        "and the median that the second half of its steps took (docs/planning.md)."
+    )
+    table = PIECES.table(("phase", "predicted", "measured"), body)
+    return PIECES.section("Prediction", text, PIECES.card(table)) if body else Markup()
 
 
 def _memory(run: ReportData) -> Markup:

@@ -16,6 +16,7 @@ from megarl.train.parts.batches import KeptBatches
 from megarl.train.parts.cold import ColdCheck
 from megarl.train.parts.colocation import Colocation
 from megarl.train.parts.demonstrations import Demonstrations, draws_experts
+from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
@@ -36,6 +37,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: not c.rollout.is_colocated and c.sync.max_staleness > 0, DrainAhead),
     (lambda c: True, TruncationLine),
     (lambda c: True, AccountLine),
+    (lambda c: True, PredictedSeconds),
 )
 
 
