@@ -185,7 +185,9 @@ class ModelServer:
         try:
             return read(json.loads(text))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise RequestFailed(self._hide(f"{self._name} at {url} answered what is no reply: {text[:300]!r}")) from None
+            raise RequestFailed(
+                self._hide(f"{self._name} at {url} answered what is no reply: {text[:300]!r}")
+            ) from None
 
     def _hide(self, text: str) -> str:
         """Remove the key from a server's message."""

@@ -229,6 +229,11 @@ def _failed(trajectory: Trajectory, failure: RequestFailed) -> Trajectory:
     )
 
 
+def check_teacher_url(name: str, config: TeacherConfig) -> None:
+    """Raise ConfigError unless the teacher's ``url`` is a base URL without a password."""
+    check_url(f"{teacher_role(name)}.url", config.url or "", f"{KEY_VARIABLE}_{name}")
+
+
 def check_teacher_servers(
     teachers: Mapping[str, TeacherConfig],
     ids: Collection[int],
@@ -264,7 +269,6 @@ async def _check(
         if config.url is None:
             continue
         role = teacher_role(name)
-        check_url(f"{role}.url", config.url, f"{KEY_VARIABLE}_{name}")
         server = TeacherServer(name, replace(config, outage_s=0.0), top_k)
         server.server.open()
         try:

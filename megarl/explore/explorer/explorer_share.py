@@ -26,8 +26,8 @@ def check_explorers(config: Config) -> None:
 
 
 def share_of(config: Config, hosts: Sequence[str], number: int) -> Config:
-    """Return the settings of explorer ``number``: its part of groups in flight, reward workers, and requests to the judge and to
-    teachers at URLs.
+    """Return the settings of explorer ``number``: its part of groups in flight, reward workers, and requests to judge
+    and teachers.
 
     Args:
         hosts: Reward hosts of the job's other nodes, in addition to ``reward.hosts``.

@@ -46,7 +46,8 @@ class Sequences:
     old_logp: torch.Tensor | None = None
     ref_logp: torch.Tensor | None = None
     teacher_logp: torch.Tensor | None = None
-    """Log-probs by each sequence's teacher; 0 for sequences without one. Before inference: by teachers at URLs alone."""
+    """Log-probs by each sequence's teacher; 0 for sequences without one. Before inference only of
+    teachers at URLs."""
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
     """bool [n]; True for demonstrations among responses (mix)."""

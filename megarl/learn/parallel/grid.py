@@ -33,8 +33,8 @@ def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, se
 
 
 def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
-    """Return the settings sections of a job's models other than the actor, without teachers at URLs. An actor with adapters needs no reference
-    model: it is its own reference without them."""
+    """Return the settings sections of a job's models other than the actor, without teachers at URLs. An actor with
+    adapters needs no reference model: it is its own reference without them."""
     there = {
         "reference": algorithm.has_reference(config.algorithm) and not config.model.lora.is_used,
         "critic": "critic" in algorithm.roles,

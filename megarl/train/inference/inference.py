@@ -72,7 +72,10 @@ class Inference:
     def _teacher_logp(self, batch: StepBatch) -> torch.Tensor:
         """Return float32 [T]: log-probs by the teacher of each held sequence, 0 elsewhere. Teachers at URLs have given
         theirs to the explorer."""
-        sequences, urls = batch.sequences, {n for n, teacher in self._config.teachers.items() if teacher.url is not None}
+        sequences, urls = (
+            batch.sequences,
+            {n for n, teacher in self._config.teachers.items() if teacher.url is not None},
+        )
         found = torch.zeros(len(sequences.tokens))
         scored = sequences.held(torch.tensor([name in urls for name in batch.teachers], dtype=torch.bool))
         if scored.any():

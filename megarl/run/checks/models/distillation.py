@@ -8,12 +8,12 @@ from functools import partial
 
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, DistillConfig
+from megarl.config.lengths import context_tokens
 from megarl.config.model_roles import teacher_of
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.learn.algorithms import Algorithm
-from megarl.rewards.teacher_server import KEY_VARIABLE, check_teacher_servers, check_url
 from megarl.run.run_dir.rows import place
 from megarl.tasks import ChatTokenizer
 
@@ -58,7 +58,9 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
 
 def _check_url_settings(config: Config, name: str, teacher: TeacherConfig) -> None:
     """Raise ConfigError for settings that a teacher at a URL cannot have."""
-    check_url(f"teachers.{name}.url", teacher.url or "", f"{KEY_VARIABLE}_{name}")
+    from megarl.rewards.teacher_server import check_teacher_url  # 0.3 s
+
+    check_teacher_url(name, teacher)
     if config.rollout.temperature != 1.0:
         raise ConfigError(
             f"teachers.{name}.url with rollout.temperature={config.rollout.temperature:g}: the server's log-probs of "
@@ -75,6 +77,8 @@ def _check_url_settings(config: Config, name: str, teacher: TeacherConfig) -> No
 def check_servers(config: Config, tokenizer: ChatTokenizer) -> None:
     """Ask the servers of teachers at URLs for their model, length and tokens. Raises ConfigError."""
     if any(teacher.url is not None for teacher in config.teachers.values()):
+        from megarl.rewards.teacher_server import check_teacher_servers
+
         ids, context = tokenizer.ids, context_tokens(config.rollout)
         text_of = partial(tokenizer.decode, special=True)
         for warning in check_teacher_servers(config.teachers, ids, text_of, context):

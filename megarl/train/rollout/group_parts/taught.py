@@ -25,5 +25,5 @@ class TaughtGroups(GroupPart):
             return f"its teacher {min(others)} is no longer one with a url"
         unscored = [each for each in group if each.teacher_scores is None and not lacks_reward(each, self._reward)]
         sources = self._reader.data_sources(unscored) if unscored and self._urls else {}
-        names = {teacher_of(self._teachers, source) for source in sources.values()} & self._urls
+        names = self._urls & {teacher_of(self._teachers, source) for source in sources.values()}
         return f"teachers.{min(names)} has not scored all its members" if names else None
