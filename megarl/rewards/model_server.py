@@ -54,7 +54,7 @@ class RequestFailed(RuntimeError):
         return self.http_status in REFUSALS
 
 
-class Limits(Protocol):
+class RequestLimits(Protocol):
     """Settings of requests to a server."""
 
     @property
@@ -89,7 +89,7 @@ class ModelServer:
         key_variable: str,
         bases: Callable[[], Sequence[str]],
         key: str | None,
-        config: Limits,
+        config: RequestLimits,
         engine_timeout_s: float = 0.0,
     ) -> None:
         self._name, self._setting, self._key_variable = name, setting, key_variable

@@ -31,7 +31,7 @@ PROBED = 4096
 """Token ids whose texts are requested at once."""
 
 
-class Line(NamedTuple):
+class ScoredLine(NamedTuple):
     """Token ids of one context, and the tokens of the model in it that its last tokens need."""
 
     ids: np.ndarray
@@ -204,7 +204,7 @@ async def _scored(server: TeacherServer, trajectory: Trajectory) -> TeacherScore
     return TeacherScores.joined([parts[number] for number in sorted(parts)])
 
 
-def lines_of(trajectory: Trajectory) -> list[Line]:
+def lines_of(trajectory: Trajectory) -> list[ScoredLine]:
     """Return the contexts in which a trajectory's tokens are trained, each up to its last trained token."""
     found = []
     for turns, new in trajectory.trained_lines():
@@ -214,7 +214,7 @@ def lines_of(trajectory: Trajectory) -> list[Line]:
             if number in new:
                 places[number] = (at, end)
             at = end
-        found.append(Line(np.concatenate([trajectory.turns[number].token_ids for number in kept]), places))
+        found.append(ScoredLine(np.concatenate([trajectory.turns[number].token_ids for number in kept]), places))
     return found
 
 

@@ -125,11 +125,6 @@ class ChatTokenizer:
         """Largest token id, added tokens included."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
 
-    @property
-    def ids(self) -> list[int]:
-        """All token ids, added tokens included."""
-        return list(self._tokenizer.get_vocab(with_added_tokens=True).values())
-
     def token(self, number: int) -> str | None:
         """Text of a token by its id."""
         return self._tokenizer.id_to_token(number)

@@ -194,9 +194,9 @@ class Models:
         if config.reward_model.path is not None and self.reward_model is None:
             enter(Phase.SCORES)
             self.reward_model = self._reward_model(Path(config.reward_model.path))
-        if "teacher_logp" in self._algorithm.needs and not self.teachers:
+        here = [name for name, teacher in config.teachers.items() if teacher.path is not None]
+        if here and "teacher_logp" in self._algorithm.needs and not self.teachers:
             enter(Phase.TEACHERS)
-            here = [name for name, teacher in config.teachers.items() if teacher.path is not None]
             self.teachers = {name: self._teacher(teacher_role(name)) for name in here}
         if "critic" in self._algorithm.roles and (self.critic is None or not step):
             self.critic = None  # free its memory before the next one is built

@@ -79,9 +79,9 @@ def check_servers(config: Config, tokenizer: ChatTokenizer) -> None:
     if any(teacher.url is not None for teacher in config.teachers.values()):
         from megarl.rewards.teacher_server import check_teacher_servers
 
-        ids, context = tokenizer.ids, context_tokens(config.rollout)
+        ids = [number for number in range(tokenizer.largest_id + 1) if tokenizer.token(number) is not None]
         text_of = partial(tokenizer.decode, special=True)
-        for warning in check_teacher_servers(config.teachers, ids, text_of, context):
+        for warning in check_teacher_servers(config.teachers, ids, text_of, context_tokens(config.rollout)):
             log.warning("%s", warning)
 
 
