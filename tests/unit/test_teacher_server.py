@@ -94,7 +94,7 @@ def trajectory(turns: Sequence[Turn] = one_turn([1, 2, 3], [4, 5])) -> Trajector
 
 
 def two_lines() -> Trajectory:
-    """A first line with a tool's text between two turns of the model, and another line that begins with nothing before it."""
+    """A first line with a tool's text between two turns of the model, and a second line."""
     prompt, tool, other = (np.array(ids, np.int32) for ids in ([1, 2], [7, 7, 7], [8, 9, 10]))
     turns = [Turn("user", prompt), model_turn([3, 4], 0), Turn("tool", tool, 1), model_turn([5], 2)]
     return trajectory([*turns, Turn("user", other), model_turn([6, 11], 4)])
