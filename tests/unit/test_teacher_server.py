@@ -20,12 +20,11 @@ from megarl.buffer.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.config import compose
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError, DataError, JobError
-from megarl.core.schema import TEACHER, End, Reward, TeacherScores, Trajectory, Turn, WeightsSpan
+from megarl.core.schema import TEACHER, End, Reward, Trajectory, Turn, WeightsSpan
 from megarl.learn.batching import of_samples
 from megarl.rewards import model_server
 from megarl.rewards.teacher_server import TeacherServers, check_teacher_servers
 from megarl.run.run_dir.changes import Change
-from megarl.train.rollout.group_parts.taught import TaughtGroups
 from tests.trajectories import VERSION, one_turn
 from tests.unit.small_job import config_of, refused
 
@@ -308,24 +307,3 @@ def test_images_are_not_sent(prepared: Path, monkeypatch: pytest.MonkeyPatch) ->
     shown = replace(one_turn([1, 2], [3])[0], images=("digest",))
     [found] = taught(Server(), [trajectory([shown, one_turn([1, 2], [3])[1]])])
     assert found.end is End.TEACHER_ERROR and "is not sent images" in found.metadata["reward_message"]
-
-
-def test_groups_without_scores_are_dropped() -> None:
-    """As after a change of the settings: a group was sampled when another teacher, or none, taught its source."""
-    teachers = {"large": TeacherConfig(url="http://x/v1", sources=["a"]), "near": TeacherConfig("/m", sources=["b"])}
-    config: Any = SimpleNamespace(teachers=teachers, reward=compose(["experiment=quickstart"]).reward)
-    source = "a"
-    reader: Any = SimpleNamespace(data_sources=lambda some: {each.task_id: source for each in some})
-    part, scores = (
-        TaughtGroups(config, reader),
-        TeacherScores("large", *(np.zeros(s, np.float32) for s in (2, (2, 0), (2, 0)))),
-    )
-    scored = replace(trajectory(), teacher_scores=scores)
-    assert part.lacks([scored]) is None
-    assert part.lacks([scored, trajectory()]) == "teachers.large has not scored all its members"
-    failed = replace(trajectory(), reward=Reward(math.nan, "error"), cause=End.TEACHER_ERROR)
-    assert part.lacks([scored, failed]) is None
-    other = replace(trajectory(), teacher_scores=replace(scores, teacher="gone"))
-    assert part.lacks([other]) == "its teacher gone is no longer one with a url"
-    source = "b"
-    assert part.lacks([trajectory()]) is None
