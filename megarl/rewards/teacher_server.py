@@ -20,6 +20,7 @@ from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.schema import TEACHER, End, Reward, TeacherScores, Trajectory
 from megarl.rewards.model_server import ModelServer, RequestFailed, check_url
+from megarl.rewards.pool.tally import Tally
 
 KEY_VARIABLE = "MEGARL_TEACHER_KEY"
 """Environment variable with the key of every teacher's server; ``<this>_NAME`` for the teacher NAME alone."""
@@ -130,6 +131,8 @@ class TeacherServers:
         self._teachers = teachers
         urls = {name: config for name, config in teachers.items() if config.url is not None}
         self._servers = {name: TeacherServer(name, config, top_k) for name, config in urls.items()}
+        self.tally = Tally(subject="teachers", verdict="score")
+        """Counts of trajectories with and without scores."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -170,9 +173,11 @@ class TeacherServers:
             return trajectory
         config = self._teachers[name]
         try:
-            scores = await _scored(server, trajectory)
+            with self.tally.waiting():
+                scores = await _scored(server, trajectory)
         except RequestFailed as failure:
             server.failures += 1
+            self.tally.add(failure.status, str(failure))
             if failure.away:
                 raise JobError(
                     f"{failure}, for {teacher_role(name)}.outage_s={config.outage_s:g}; start the teacher's server, "
@@ -185,6 +190,7 @@ class TeacherServers:
                 ) from failure
             return _failed(trajectory, failure)
         server.failures = 0
+        self.tally.add("ok", None)
         return replace(trajectory, teacher_scores=scores)
 
 
