@@ -30,6 +30,8 @@ CLAMPED_LOGP = -9999.0
 """vLLM's replacement of a log-prob of minus infinity."""
 PROBED = 4096
 """Token ids whose texts are requested at once."""
+CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+"""Texts whose outer spaces some tokenizers remove when they decode (``clean_up_tokenization_spaces``)."""
 
 
 class ScoredLine(NamedTuple):
@@ -327,11 +329,17 @@ async def _first_difference(
 ) -> tuple[int, str] | None:
     """Return the first id with another text at the server, and that text. Texts of several tokens together may differ
     in spaces although those of each token are equal."""
-    other = await server.text_of(ids)
-    if other == text_of(ids):
+    other, own = await server.text_of(ids), text_of(ids)
+    if other in (own, _cleaned(own)):
         return None
     if len(ids) == 1:
         return ids[0], other
     middle = len(ids) // 2
     first = await _first_difference(server, ids[:middle], text_of)
     return first if first is not None else await _first_difference(server, ids[middle:], text_of)
+
+
+def _cleaned(text: str) -> str:
+    for each in CLEANED:
+        text = text.replace(each, each.strip())
+    return text

@@ -248,14 +248,16 @@ def test_teachers_with_a_path_are_named_only() -> None:
     assert TEACHER not in asyncio.run(main("other")).metadata
 
 
-def checked(server: Server, detokenizes: bool = True, context: int = 31, **settings: Any) -> list[str]:
+def checked(
+    server: Server, detokenizes: bool = True, context: int = 31, own: Callable[[int], str] = chr, **settings: Any
+) -> list[str]:
     """In threads, because the check has an event loop of its own."""
 
     async def main() -> list[str]:
         async with TestServer(server.app(detokenizes)) as running:
             config = TeacherConfig(**{"url": str(running.make_url("/v1")), **settings})
             work: Awaitable[list[str]] = asyncio.to_thread(
-                check_teacher_servers, {"large": config}, range(300), lambda ids: "".join(map(chr, ids)), context
+                check_teacher_servers, {"large": config}, range(300), lambda ids: "".join(map(own, ids)), context
             )
             return await work
 
@@ -281,15 +283,18 @@ def test_checks_before_the_start() -> None:
     assert "has no /detokenize" in warning
 
 
-def test_texts_that_differ_only_together() -> None:
-    """A tokenizer that cleans spaces up between tokens has the same tokens."""
+def test_texts_that_differ_in_spaces_alone() -> None:
+    """As where the server's tokenizer removes spaces before punctuation, or adds some between tokens."""
 
-    class Cleaning(Server):
+    class Spaced(Server):
         async def detokenize(self, request: web.Request) -> web.Response:
-            text = "".join(map(chr, (await request.json())["tokens"]))
-            return web.json_response({"prompt": text.replace("AB", "A B")})
+            text = "".join(map(spaced, (await request.json())["tokens"]))
+            return web.json_response({"prompt": text.replace("AB", "A B").replace(" .", ".")})
 
-    assert checked(Cleaning()) == []
+    def spaced(token: int) -> str:
+        return {200: " ."}.get(token, chr(token))
+
+    assert checked(Spaced(), own=spaced) == []
 
 
 def test_settings_of_a_url(prepared: Path, tmp_path: Path) -> None:
