@@ -577,8 +577,24 @@ class RewardModelConfig:
 class TeacherConfig:
     """A teacher of on-policy distillation (docs/distillation.md)."""
 
-    path: str = "???"
-    """HF checkpoint of a language model with the actor's tokenizer, of any architecture and size."""
+    path: str | None = None
+    """HF checkpoint of a language model with the actor's tokenizer, of any architecture and size; computed by the
+    trainer's ranks. A teacher has either ``path`` or ``url``."""
+    url: str | None = None
+    """Base URL (http://HOST:PORT/v1) of a vLLM server of such a model, with its key in MEGARL_TEACHER_KEY_NAME or
+    MEGARL_TEACHER_KEY; asked by the explorer when a trajectory ends."""
+    model: str | None = None
+    """Name of the model at ``url``; None takes the first that the server lists."""
+    concurrency: Annotated[int, Bound(1, 4096)] = 32
+    """Most requests in flight to ``url``."""
+    timeout_s: Seconds = 120.0
+    """Timeout in seconds of one request to ``url``."""
+    retries: Annotated[int, Bound(0, 100)] = 3
+    """Retries of a failed request to ``url``."""
+    outage_s: Annotated[float, Bound(0, 30 * 86400)] = 300.0
+    """Seconds for which requests wait for an unreachable ``url``; the job ends then."""
+    max_failures: Count = 32
+    """Trajectories in a row without scores from ``url`` that end the job."""
     sources: list[str] = field(default_factory=list, hash=False)
     """``data_source`` of the tasks that it teaches: exact names, or prefixes that end in ``/``; an empty list for those
     that no other teacher names."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
 from megarl.config.bounds import Bound, annotations_of, bound_of, number_text
-from megarl.config.schema import Config, FromScratchConfig, ModelConfig
+from megarl.config.schema import Config, FromScratchConfig, ModelConfig, TeacherConfig
 from megarl.config.taskset import SourceConfig
 from megarl.core.errors import ConfigError, masked_text
 
@@ -85,12 +85,18 @@ def _check_texts(config: Config) -> None:
         _check_sources(f"taskset.{split}", getattr(config.taskset, split))
 
 
-def _check_teachers(names: Iterable[str]) -> None:
-    for name in names:
+def _check_teachers(teachers: Mapping[str, TeacherConfig]) -> None:
+    for name, teacher in teachers.items():
         if not (name.isascii() and name.isidentifier()):
             raise ConfigError(
                 f"teachers: a teacher is called {name!r}; take a name of letters, digits and '_' that begins with a "
                 "letter, which settings and metrics can have"
+            )
+        if (teacher.path is None) == (teacher.url is None):
+            given = "neither" if teacher.path is None else "both"
+            raise ConfigError(
+                f"teachers.{name} has {given} of path and url; set teachers.{name}.path to an HF checkpoint, or "
+                f"teachers.{name}.url to a vLLM server's http://HOST:PORT/v1"
             )
 
 

@@ -46,6 +46,9 @@ class End(StrEnum):
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_LATE = "reward_late"
     """The reward comes later; at the step that needs it, it has not arrived."""
+    TEACHER_ERROR = "teacher_error"
+    """A teacher at a URL failed, or its reply has no valid log-probs for the trajectory."""
+    TEACHER_TIMEOUT = "teacher_timeout"
 
     @property
     def by_policy(self) -> bool:
@@ -249,6 +252,41 @@ class Segment:
         )
 
 
+@dataclass(frozen=True, eq=False)
+class TeacherScores:
+    """Log-probs that a teacher gives to tokens of the model, at temperature 1."""
+
+    teacher: str
+    """Name of the teacher (``teachers.NAME``)."""
+    logp: np.ndarray
+    """float32 [n]: log-prob of each token."""
+    ids: np.ndarray
+    """int32 [n, k]: ids of the k tokens that the teacher prefers at each place, likeliest first."""
+    logps: np.ndarray
+    """float32 [n, k]: log-probs of ``ids``."""
+
+    @property
+    def top_k(self) -> int:
+        """k; 0 if only the log-probs of the tokens themselves are stored."""
+        return int(self.ids.shape[1])
+
+    def part(self, start: int, end: int) -> TeacherScores:
+        """Return the scores of tokens ``[start, end)``."""
+        return TeacherScores(self.teacher, self.logp[start:end], self.ids[start:end], self.logps[start:end])
+
+    def zeros(self, length: int) -> TeacherScores:
+        """Return zeros for ``length`` tokens that the teacher has not scored."""
+        shape = (length, self.top_k)
+        ids, logps = np.zeros(shape, self.ids.dtype), np.zeros(shape, np.float32)
+        return TeacherScores(self.teacher, np.zeros(length, np.float32), ids, logps)
+
+    @classmethod
+    def joined(cls, parts: Sequence[TeacherScores]) -> TeacherScores:
+        """Concatenate the scores of one teacher, at least one part."""
+        logp, ids, logps = ([getattr(part, name) for part in parts] for name in ("logp", "ids", "logps"))
+        return cls(parts[0].teacher, _joined(logp), _joined(ids), _joined(logps))
+
+
 class ImagesAt(NamedTuple):
     """Tokens ``[start, end)`` of a sample with placeholders of images; none of them was written by the model."""
 
@@ -278,6 +316,8 @@ class TrainingSample(NamedTuple):
     routing: np.ndarray | None = None
     """int8 or int16 [P + R - 1, L, K]: expert ids that the engine chose for each token but the last, in each MoE layer.
     ``None`` if engines record none."""
+    teacher: TeacherScores | None = None
+    """Scores of a teacher at a URL for the response's tokens; 0 where the mask is False. ``None`` without any."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -304,6 +344,8 @@ class Trajectory:
     images: Mapping[str, bytes] = field(default_factory=dict, repr=False)
     """Digest -> file of each image in its turns that is not in the task. The store returns these separately
     (``Store.groups.images``)."""
+    teacher_scores: TeacherScores | None = None
+    """Scores of a teacher at a URL for the tokens of all turns of the model, in order; ``None`` without any."""
 
     @property
     def end(self) -> End:
@@ -357,7 +399,21 @@ class Trajectory:
         """
         for line, new in self.trained_lines():
             before, after = line[: line.index(new[0])], line[line.index(new[0]) : line.index(new[-1]) + 1]
-            yield _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after], lags)
+            sample = _sample([self.turns[i] for i in before], [(self.turns[i], i in new) for i in after], lags)
+            yield sample if self.teacher_scores is None else sample._replace(teacher=self._scores_of(after, new))
+
+    def _scores_of(self, turns: Sequence[int], new: Sequence[int]) -> TeacherScores:
+        """Return the teacher's scores of turns, zeros for turns other than ``new``."""
+        scores = self.teacher_scores
+        assert scores is not None, "the caller has looked"
+        lengths = [len(turn) if turn.author == "model" else 0 for turn in self.turns]
+        ends = np.cumsum(lengths)
+        return TeacherScores.joined(
+            [
+                scores.part(ends[i] - lengths[i], ends[i]) if i in new else scores.zeros(len(self.turns[i]))
+                for i in turns
+            ]
+        )
 
     @property
     def num_samples(self) -> int:
@@ -458,7 +514,7 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
 TOOL_CALLS = "tool_calls"
 """Key of a trajectory's metadata: number of tool calls in its responses."""
 TEACHER = "teacher"
-"""Key of a trajectory's metadata while a step has it: name of its teacher."""
+"""Key of a trajectory's metadata: name of its teacher."""
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ FACE = (
     "routes",
     "school.verifier",
     "shape",
+    "teacher_server",
     "verdict",
     "votes",
 )

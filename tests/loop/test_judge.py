@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from megarl.config.rewards import JudgeConfig
 from megarl.core.errors import ConfigError
-from megarl.rewards.judge.judge import Judge, check_judge
-from megarl.rewards.judge.server import KEY_VARIABLE
+from megarl.rewards.judge.judge import KEY_VARIABLE, Judge, check_judge
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import EOS, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote

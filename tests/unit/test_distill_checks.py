@@ -82,7 +82,7 @@ def test_names_on_the_command_line(tmp_path: Path) -> None:
     assert (found.path, found.sources, found.weight) == ("/m", ["gsm8k"], 1.0)
     for override, words in (
         ("teachers.math.paths=/m", "unknown setting 'teachers.math.paths'"),
-        ("teachers.math.weight=1", "no value for teachers.math.path"),
+        ("teachers.math.weight=1", "teachers.math has neither of path and url"),
         ("teachers={a-b: {path: /m}}", "a teacher is called 'a-b'"),
         ("teachers={m: {path: /m, weight: -1}}", "teachers.m.weight=-1 must be at least 0"),
     ):

@@ -24,9 +24,8 @@ from megarl.config.rewards import JudgeConfig, RewardConfig
 from megarl.core.errors import ConfigError
 from megarl.engines.client.engine_choice import EngineChoice
 from megarl.explore.explorer import explorer
-from megarl.rewards import compute_score
+from megarl.rewards import compute_score, model_server
 from megarl.rewards.judge import judge
-from megarl.rewards.judge import server as judge_server
 from megarl.rewards.judge.cache import JudgementCache
 from megarl.rewards.judge.judge import Judge, check_judge
 from tests.engine_rows import serving_row
@@ -122,8 +121,8 @@ def one(server: Server, answer: str = "7", **settings: Any) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(judge_server, "BACKOFF_S", 0.001)
-    monkeypatch.setenv(judge_server.KEY_VARIABLE, KEY)
+    monkeypatch.setattr(model_server, "BACKOFF_S", 0.001)
+    monkeypatch.setenv(judge.KEY_VARIABLE, KEY)
 
 
 def test_what_is_asked_and_what_comes_back() -> None:
@@ -235,11 +234,11 @@ def test_retry_after_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
             waits.append(seconds)
         await sleep(0)
 
-    monkeypatch.setattr(judge_server.asyncio, "sleep", note)
+    monkeypatch.setattr(model_server.asyncio, "sleep", note)
     date = "Wed, 21 Oct 2015 07:28:00 GMT"
     server = Server([status(429, **{"Retry-After": value}) for value in ("7", "1000", date, "soon", "nan")] + [CORRECT])
     assert one(server, retries=5)["status"] == "ok"
-    assert waits[:2] == [7.0, judge_server.MAX_WAIT_S]
+    assert waits[:2] == [7.0, model_server.MAX_WAIT_S]
     assert all(0.0005 * 2**i <= wait <= 0.0015 * 2**i for i, wait in enumerate(waits) if i >= 2)
 
 
@@ -525,7 +524,7 @@ def test_what_is_asked_before_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: 
                 await asyncio.to_thread(
                     check_judge, replace(config, url=str(running.make_url("/v2"))), context_tokens=1
                 )
-            monkeypatch.setenv(judge_server.KEY_VARIABLE, "wrong")
+            monkeypatch.setenv(judge.KEY_VARIABLE, "wrong")
             with pytest.raises(
                 ConfigError, match=r"answered 401: Incorrect API key provided: \*\*\*.*MEGARL_JUDGE_KEY"
             ):
@@ -563,7 +562,7 @@ def test_a_direct_call_of_compute_score() -> None:
 def test_an_engine_of_the_job_is_waited_for_while_it_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Longer than ``reward.judge.retries`` last; another server is not. What the engine gave up to be given weights is
     asked for again."""
-    monkeypatch.setattr(judge_server, "BACKOFF_S", 0.001)
+    monkeypatch.setattr(model_server, "BACKOFF_S", 0.001)
 
     async def given_up(request: web.Request) -> web.StreamResponse:
         return chat("It is", "abort")

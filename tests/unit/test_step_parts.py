@@ -93,6 +93,7 @@ def test_a_job_has_the_parts_that_its_settings_ask_for(settings: dict[str, Any],
 
 GROUP_ORDER = (
     "GreedyBaseline",
+    "TaughtGroups",
     "SpareAnswers",
     "RecordedRouting",
     "BudgetAhead",
@@ -112,6 +113,7 @@ def test_parts_of_the_group_service_are_called_in_this_order() -> None:
     ("settings", "part"),
     [
         ({"algorithm.name": "remax"}, "GreedyBaseline"),
+        ({"teachers": {"math": TeacherConfig("model")}}, "TaughtGroups"),
         ({"rollout.spare": 1}, "SpareAnswers"),
         ({"rollout.routing_replay": True}, "RecordedRouting"),
         ({"rollout.budget_tokens": 64}, "BudgetAhead"),

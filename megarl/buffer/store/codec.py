@@ -1,7 +1,7 @@
 """Conversion between dataclasses and columns. Arrays become one safetensors blob, the rest JSON, never pickle.
 
-A row's tensors are the concatenated ``token_ids`` of all turns, and the ``logp`` and ``routing`` of turns that have
-them.
+A row's tensors are the concatenated ``token_ids`` of all turns, the ``logp`` and ``routing`` of turns that have them,
+and the scores of a teacher at a URL (``teacher_logp``, ``teacher_ids``, ``teacher_logps``).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megarl.core.schema import (
     RewardStatus,
     Segment,
     Task,
+    TeacherScores,
     Trajectory,
     Turn,
     WeightsSpan,
@@ -86,7 +87,7 @@ def stored_task(task: Task) -> Task:
 
 def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
     """Return the columns of one trajectory. Raises TypeError unless each turn has 1-D int32 token ids and 1-D float32
-    log-probs of the right length."""
+    log-probs of the right length, and a teacher's log-probs are as many as the model's tokens."""
     where = f"trajectory {trajectory.group_id}[{trajectory.index}]"
     logp = [turn.logp for turn in trajectory.turns if turn.logp is not None]
     for turn in trajectory.turns:
@@ -110,6 +111,10 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
     if (routing := routing_of(trajectory.turns)) is not None:
         tensors["routing"] = np.ascontiguousarray(routing)
         record["routing"] = [None if turn.routing is None else len(turn.routing) for turn in trajectory.turns]
+    if (scores := trajectory.teacher_scores) is not None:
+        _check_array(f"{where}: teacher_logp", scores.logp, np.dtype(np.float32), trajectory.response_length)
+        tensors |= {"teacher_logp": scores.logp, "teacher_ids": scores.ids, "teacher_logps": scores.logps}
+        record["scored_by"] = scores.teacher
     return {
         "group_id": trajectory.group_id,
         "index": trajectory.index,
@@ -137,7 +142,12 @@ def trajectory_from_row(row: Any) -> Trajectory:
         group_stats=None if stats is None else GroupStats(*stats),
         metadata=record["metadata"],
         cause=End(record["cause"]) if "cause" in record else None,
+        teacher_scores=_scores(record["scored_by"], tensors) if "scored_by" in record else None,
     )
+
+
+def _scores(teacher: str, tensors: Mapping[str, np.ndarray]) -> TeacherScores:
+    return TeacherScores(teacher, tensors["teacher_logp"], tensors["teacher_ids"], tensors["teacher_logps"])
 
 
 def segment_to_row(group_id: str, rollout_id: str, segment: Segment) -> dict[str, Any]:

@@ -47,7 +47,7 @@ from megarl.explore.explorer.held_out import record_evaluations
 from megarl.explore.explorer.iterations import PartialRollouts
 from megarl.explore.explorer.lease import Lease
 from megarl.explore.explorer.store_queue import StoreQueue
-from megarl.explore.explorer.trajectories import Scorer, TrajectoryRunner, TrajectorySettings
+from megarl.explore.explorer.trajectories import Scorer, Teaching, TrajectoryRunner, TrajectorySettings
 from megarl.explore.explorer.under_way import SamplesUnderWay
 from megarl.explore.recording.model import RenderedPrompt
 from megarl.explore.workflows.single_turn import single_turn
@@ -112,6 +112,7 @@ class Explorer:
     Args:
         event_lines: Returns a line about failing rewards, or None; it is logged and recorded as an event for the
             terminal.
+        teachers: As for ``TrajectoryRunner``.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class Explorer:
         *,
         timeline: Timeline | None = None,
         event_lines: Callable[[], str | None] = lambda: None,
+        teachers: Teaching | None = None,
     ) -> None:
         self._flights: set[asyncio.Task[None]] = set()
         self._store, self._engines, self._tokenizer, self._claims = store, engines, tokenizer, claims
@@ -138,6 +140,7 @@ class Explorer:
             trajectories,
             record=StoreQueue(partial(self._call, store.segments.append)).put if segments.tokens else None,
             forget=partial(self._call, store.segments.forget) if segments.tokens else None,
+            teachers=teachers,
         )
         self.under_way = SamplesUnderWay(claims.capacity)
         """Claimed samples that have not ended."""
@@ -214,12 +217,12 @@ class Explorer:
 
     def _mark(self) -> str:
         """Return the status text for the heartbeat. A running workflow counts as progress even without samples in
-        flight."""
-        if in_workflow := self._runner.in_workflow:
+        flight, and so does a teacher that is asked: its requests have time limits."""
+        if (in_workflow := self._runner.in_workflow) or self._runner.taught:
             heartbeat.count_work()
         return (
             f"{self.under_way.total} samples being generated, {self._runner.scoring} scored, "
-            f"{in_workflow} trajectories in their workflow"
+            f"{in_workflow} trajectories in their workflow, {self._runner.taught} wait for their teacher"
         )
 
     async def _claim(self) -> list[Claim]:
@@ -390,6 +393,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         async with (
             EngineClient(choice, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
             opened_judge(config, choice.urls, key, engine_timeout_s) as judge,
+            opened_teachers(config) as teachers,
             RewardPool(
                 config.reward,
                 judge,
@@ -416,7 +420,8 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
                 workflow,
                 trajectories,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
-                event_lines=scorer.tally.line,
+                event_lines=lambda: scorer.tally.line() or (teachers and teachers.tally.line()) or None,
+                teachers=teachers,
             )
             gc.collect()
             gc.freeze()  # skip modules in later collections
@@ -446,6 +451,18 @@ async def opened_judge(
 
     async with Judge(config.reward.judge, engines, key, engine_timeout_s) as judge:
         yield judge
+
+
+@asynccontextmanager
+async def opened_teachers(config: Config) -> AsyncIterator[Teaching | None]:
+    """Open the connections to the teachers at URLs; yield None if the job has no teachers."""
+    if not config.teachers:
+        yield None
+        return
+    from megarl.rewards.teacher_server import TeacherServers  # 0.3 s
+
+    async with TeacherServers(config.teachers) as servers:
+        yield servers
 
 
 async def _until_signal(config: Config, key: str, worker: str, number: int) -> int:

@@ -26,7 +26,8 @@ def check_explorers(config: Config) -> None:
 
 
 def share_of(config: Config, hosts: Sequence[str], number: int) -> Config:
-    """Return the settings of explorer ``number``: its part of groups in flight, reward workers and judge requests.
+    """Return the settings of explorer ``number``: its part of groups in flight, reward workers, and requests to judge
+    and teachers.
 
     Args:
         hosts: Reward hosts of the job's other nodes, in addition to ``reward.hosts``.
@@ -45,4 +46,6 @@ def share_of(config: Config, hosts: Sequence[str], number: int) -> Config:
         judge=judge,
     )
     groups = part(config.rollout.concurrent_groups)
-    return replace(config, reward=own, rollout=replace(config.rollout, concurrent_groups=groups))
+    teachers = {name: replace(each, concurrency=part(each.concurrency)) for name, each in config.teachers.items()}
+    rollout = replace(config.rollout, concurrent_groups=groups)
+    return replace(config, reward=own, rollout=rollout, teachers=teachers)

@@ -9,10 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
+from megarl.buffer.experience.pipeline import lacks_reward
 from megarl.config import Config
 from megarl.config.rewards import RewardConfig
 from megarl.core.processes import heartbeat
-from megarl.core.schema import TOOL_CALLS, End, Reward, Segment, Task, Trajectory
+from megarl.core.schema import GREEDY, TOOL_CALLS, End, Reward, Segment, Task, Trajectory
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.explorer.claimed import ClaimedGroup
@@ -23,6 +24,7 @@ from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, RolloutModel, Sampler
 from megarl.explore.workflows.types import Workflow
 from megarl.rewards import Verdict
+from megarl.rewards.pool.tally import Tally
 from megarl.rewards.verdict import NO_VERDICT, weighed_reward
 from megarl.tasks import ChatTokenizer
 
@@ -33,6 +35,14 @@ class Scorer(Protocol):
     """Part of ``rewards.RewardPool``."""
 
     async def score(self, task: Task, text: str, *, in_thinking: bool = False) -> Verdict: ...
+
+
+class Teaching(Protocol):
+    """Part of ``rewards.teacher_server.TeacherServers``."""
+
+    tally: Tally
+
+    async def taught(self, trajectory: Trajectory, data_source: str) -> Trajectory: ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +91,7 @@ class TrajectoryRunner:
     Args:
         record: Records segments.
         forget: Deletes the segments of a restarted trajectory.
+        teachers: Names the teachers of trajectories to train on, and asks those at URLs; None without teachers.
     """
 
     def __init__(
@@ -91,14 +102,17 @@ class TrajectoryRunner:
         settings: TrajectorySettings,
         record: Record | None = None,
         forget: Forget | None = None,
+        teachers: Teaching | None = None,
     ) -> None:
-        self._settings, self._record, self._forget = settings, record, forget
+        self._settings, self._record, self._forget, self._teachers = settings, record, forget, teachers
         self._workflow = workflow
         self._scorer = scorer
         self._tokenizer = tokenizer
         self._running: set[OwnTime] = set()
         self.scoring = 0
-        """Responses that wait for their verdict."""
+        """Responses that wait for their verdict, or for their teacher."""
+        self.taught = 0
+        """Responses that wait for their teacher; each request has a time limit."""
 
     @property
     def in_workflow(self) -> int:
@@ -122,7 +136,7 @@ class TrajectoryRunner:
         number = model.record.num_tool_calls
         calls = {} if number is None else {TOOL_CALLS: number}
         turns = model.record.ordered()
-        return Trajectory(
+        found = Trajectory(
             rollout_id=group.claim.rollout_id,
             task_id=group.claim.task.task_id,
             group_id=group.claim.group_id,
@@ -134,6 +148,25 @@ class TrajectoryRunner:
             cause=model.end.cause,
             images=model.record.images_beside(group.claim.task.images, turns),
         )
+        is_trained = group.claim.kind != "eval" and index != GREEDY
+        return await self._taught(found, group) if is_trained else found
+
+    async def _taught(self, trajectory: Trajectory, group: ClaimedGroup) -> Trajectory:
+        """Return the trajectory with its teacher, unless it has no reward and will not be trained on."""
+        lacking = trajectory.reward.status != "late" and lacks_reward(trajectory, self._settings.rewards)
+        if self._teachers is None or lacking:
+            return trajectory
+        self.scoring, self.taught = self.scoring + 1, self.taught + 1
+        group.clock.change("reward", 1)
+        try:
+            taught = await self._teachers.taught(trajectory, group.claim.task.data_source)
+        finally:
+            heartbeat.count_work()
+            group.clock.change("reward", -1)
+            self.scoring, self.taught = self.scoring - 1, self.taught - 1
+        if taught.cause is not trajectory.cause:
+            log.warning("task %s: %s: %s", taught.task_id, taught.end, taught.metadata["reward_message"])
+        return taught
 
     async def _recorded(self, group: ClaimedGroup, index: int, gatherer: Gatherer) -> RolloutModel:
         """Run the workflow until it succeeds, or ``retries`` retries have failed."""

@@ -46,7 +46,8 @@ class Sequences:
     old_logp: torch.Tensor | None = None
     ref_logp: torch.Tensor | None = None
     teacher_logp: torch.Tensor | None = None
-    """Log-probs by each sequence's teacher; 0 for sequences without one."""
+    """Log-probs by each sequence's teacher; 0 for sequences without one. Before inference only of
+    teachers at URLs."""
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
     """bool [n]; True for demonstrations among responses (mix)."""
@@ -153,13 +154,17 @@ def of_demonstrations(pairs: Sequence[tuple[np.ndarray, np.ndarray]], logp: Sequ
 
 
 def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
-    """Make sequences from samples, with engine log-probs and lags; the trainer computes the other fields."""
+    """Make sequences from samples, with engine log-probs, lags and stored scores of teachers; the trainer computes the
+    other fields."""
     result = _join([(s.prompt_ids, s.response_ids, s.response_mask) for s in samples])
     _put_logp(result, [sample.engine_logp for sample in samples])
     if any(sample.lag is not None and sample.lag.any() for sample in samples):
         result.lag = torch.zeros(len(result.tokens), dtype=torch.int16)
         lags = [np.zeros(len(s.response_ids), np.int16) if s.lag is None else s.lag for s in samples]
         _put(result.lag, lags, result.cu_seqlens[1:].tolist())
+    if any(sample.teacher is not None for sample in samples):
+        logp = [np.zeros(len(s.response_ids), np.float32) if s.teacher is None else s.teacher.logp for s in samples]
+        result.teacher_logp = per_token(logp, result)
     if samples and all(sample.routing is not None for sample in samples):
         result.routing = _routing(samples)
     return result
@@ -207,8 +212,8 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
             return None
         return torch.cat([value, value.new_zeros(len(demonstrated.tokens)) if other is None else other])
 
-    ids, names = sampled.routing, ("advantages", "returns", "engine_logp", "old_logp", "ref_logp", "values", "lag")
-    values: dict[str, Any] = {name: together(name) for name in names}
+    ids, of_models = sampled.routing, ("engine_logp", "old_logp", "ref_logp", "teacher_logp", "values")
+    values: dict[str, Any] = {name: together(name) for name in ("advantages", "returns", "lag", *of_models)}
     return Sequences(
         torch.cat([sampled.tokens, demonstrated.tokens]),
         torch.cat([sampled.lengths, demonstrated.lengths]),

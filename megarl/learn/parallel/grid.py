@@ -33,14 +33,15 @@ def check_parallel(parallel: ParallelConfig, sizes: ModelSizes | None = None, se
 
 
 def roles_of(config: Config, algorithm: Algorithm) -> list[str]:
-    """Return the settings sections of a job's models other than the actor. An actor with adapters needs no reference
-    model: it is its own reference without them."""
+    """Return the settings sections of a job's models other than the actor, without teachers at URLs. An actor with
+    adapters needs no reference model: it is its own reference without them."""
     there = {
         "reference": algorithm.has_reference(config.algorithm) and not config.model.lora.is_used,
         "critic": "critic" in algorithm.roles,
         "reward_model": config.reward_model.path is not None and not algorithm.offline,
     }
-    teachers = map(teacher_role, config.teachers) if "teacher_logp" in algorithm.needs else ()
+    here = [teacher_role(name) for name, teacher in config.teachers.items() if teacher.path is not None]
+    teachers = here if "teacher_logp" in algorithm.needs else []
     return [*(role for role, is_there in there.items() if is_there), *teachers]
 
 

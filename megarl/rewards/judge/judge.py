@@ -14,15 +14,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Self
-from urllib.parse import urlsplit
 
 from megarl.config.rewards import JUDGE_IS_ROLLOUT, JudgeConfig
 from megarl.core.errors import ConfigError
 from megarl.rewards.answer.grammar import after_thinking
 from megarl.rewards.judge.cache import JudgementCache
 from megarl.rewards.judge.rubric import Vote, fill, read_rubric, read_vote, reference_text, tally
-from megarl.rewards.judge.server import KEY_VARIABLE, JudgeServer, RequestFailed
+from megarl.rewards.model_server import ModelServer, RequestFailed, check_url
 
+KEY_VARIABLE = "MEGARL_JUDGE_KEY"
 ROLLOUT_MODEL = "policy"
 """Name under which ``launch.engine_process`` serves its model."""
 
@@ -81,7 +81,9 @@ class Judge:
         def bases() -> list[str]:
             return [f"{engine.rstrip('/')}/v1" for engine in engines()] if own else [url]
 
-        self.server = JudgeServer(bases, key or None, config, engine_timeout_s if own else 0.0)
+        self.server = ModelServer(
+            "the judge", "reward.judge", KEY_VARIABLE, bases, key or None, config, engine_timeout_s if own else 0.0
+        )
         self._running: dict[str, asyncio.Task[dict[str, Any]]] = {}
         self._cache: JudgementCache | None = None
         self.counts: Counter[str] = self.server.counts
@@ -94,7 +96,7 @@ class Judge:
         self.server.open()
         if not self._model:
             try:
-                self._model = (await self.server.models())[0]
+                self._model = next(iter(await self.server.models()))
             except BaseException:
                 await self.close()
                 raise
@@ -253,20 +255,7 @@ def _check_settings(config: JudgeConfig) -> None:
             "rollout"
         )
     if config.url != JUDGE_IS_ROLLOUT:
-        parts = urlsplit(config.url)
-        if parts.username or parts.password:
-            raise ConfigError(
-                f"reward.judge.url holds a user or password; put the key into the environment, {KEY_VARIABLE}"
-            )
-        if (
-            parts.scheme not in ("http", "https")
-            or not parts.hostname
-            or parts.path.rstrip("/").endswith("/chat/completions")
-        ):
-            raise ConfigError(
-                f"reward.judge.url={config.url!r} is no base URL; write http://HOST:PORT/v1 (what stands before "
-                "/chat/completions) or rollout"
-            )
+        check_url("reward.judge.url", config.url, KEY_VARIABLE, " or rollout")
     elif config.model not in (None, ROLLOUT_MODEL):
         raise ConfigError(
             f"reward.judge.model={config.model!r} with url=rollout, where the model is {ROLLOUT_MODEL}; leave it out"
@@ -304,5 +293,5 @@ async def _check_model(config: JudgeConfig) -> None:
     async with Judge(dataclasses.replace(config, cache=None)) as judge:  # entering requests the model if none is named
         if config.model is not None and config.model not in (names := await judge.server.models()):
             raise ConfigError(
-                f"reward.judge.model={config.model!r} is not at {config.url}, which has {', '.join(names[:20])}"
+                f"reward.judge.model={config.model!r} is not at {config.url}, which has {', '.join(list(names)[:20])}"
             )

@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from megarl.buffer.store import Selection, StoredGroup
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError
-from megarl.core.schema import GREEDY, Task, Trajectory, Turn
+from megarl.core.schema import GREEDY, TEACHER, Task, Trajectory, Turn
 from megarl.run.data.open_run import StoredRun, progress
 from megarl.run.data.page_pieces import CSS, PIECES, SCRIPT, visible
 from megarl.run.data.show import context_of, rewards_of, use_of
@@ -163,6 +163,7 @@ def _response(
         texts = {name: value for name, value in record.items() if isinstance(value, str)}
         why += [f"{name}: {value}" for name, value in texts.items() if name != "verifier"]
         facts += f" · verifier {record['verifier']}" if "verifier" in record else ""
+    facts += f" · teacher {each.metadata[TEACHER]}" if TEACHER in each.metadata else ""
     skipped = each.prompt.author != "model" and each.prompt.token_ids.tolist() == shared.token_ids.tolist()
     turns = [_turn_of(run, each.turns, i, f"{anchor}-{i}") for i in range(int(skipped), len(each.turns))]
     score = each.reward.score if math.isfinite(each.reward.score) else -1e300

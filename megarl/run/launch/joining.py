@@ -25,7 +25,7 @@ LOOK_S = 0.5
 """Seconds between two checks while waiting."""
 AGAIN_S = 60.0
 """Seconds between two log lines while waiting."""
-OF_TRAINER = ("trainer", "critic", "reference", "reward_model", "teachers", "buffer", "run", "cluster")
+OF_TRAINER = ("trainer", "critic", "reference", "reward_model", "buffer", "run", "cluster")
 """Settings of trainer ranks, or of each program: an explore program's may differ."""
 SHARED = ("rollout.tp", "rollout.pp", "rollout.expert_parallel", "parallel.backend", "store.url", "sync.method")
 """Settings that trainer and engines must share although they do not change training."""

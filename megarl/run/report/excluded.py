@@ -27,6 +27,8 @@ MEANINGS = {
     "abandoned": "the agent did not wait for a response that it had asked for",
     "environment_error": "the environment raised an exception",
     "environment_timeout": "the environment did not answer in time",
+    "teacher_error": "the teacher at a URL gave no valid log-probs",
+    "teacher_timeout": "the teacher at a URL did not answer in time",
 }
 """Reason -> meaning; reasons of users' operators are not included."""
 

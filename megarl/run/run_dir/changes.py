@@ -39,6 +39,7 @@ FREE = (
     "reward_model.parallel",
     "teachers.*.parallel",
     "teachers.*.offload",
+    "teachers.*.concurrency",
     "reference.offload",
     "critic.offload",
     "reward_model.offload",
@@ -116,7 +117,10 @@ class Change(NamedTuple):
             return not {None, JUDGE_IS_ROLLOUT}.isdisjoint(
                 (self.old, self.new)
             )  # otherwise the same judge at another address
-        return not is_in(of_any_teacher(self.setting), FREE)
+        setting = of_any_teacher(self.setting)
+        if setting == "teachers.*.url":
+            return None in (self.old, self.new)  # otherwise the same teacher at another address
+        return not is_in(setting, FREE)
 
 
 def of_any_teacher(setting: str) -> str:

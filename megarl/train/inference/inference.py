@@ -13,6 +13,7 @@ from megarl.config import Config
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Trajectory, name_of
 from megarl.learn.algorithms import Algorithm
+from megarl.learn.algorithms.terms.token_parts import repeated
 from megarl.learn.batching import Sequences, StepShare, dealt, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.memory.phases import Phase
@@ -69,10 +70,19 @@ class Inference:
             sequences.teacher_logp = self._teacher_logp(batch)
 
     def _teacher_logp(self, batch: StepBatch) -> torch.Tensor:
-        """Return float32 [T]: log-probs by the teacher of each held sequence, 0 elsewhere."""
-        sequences = batch.sequences
+        """Return float32 [T]: log-probs by the teacher of each held sequence, 0 elsewhere. Teachers at URLs have given
+        theirs to the explorer."""
+        sequences, urls = (
+            batch.sequences,
+            {n for n, teacher in self._config.teachers.items() if teacher.url is not None},
+        )
         found = torch.zeros(len(sequences.tokens))
-        self.enter(Phase.TEACHERS)
+        scored = sequences.held(torch.tensor([name in urls for name in batch.teachers], dtype=torch.bool))
+        if scored.any():
+            assert sequences.teacher_logp is not None, "TaughtGroups drops groups without the scores of a teacher"
+            found = sequences.teacher_logp * repeated(scored, sequences.lengths)
+        if self.models.teachers:
+            self.enter(Phase.TEACHERS)
         for name, model, units in self._taught(batch.updates, batch.teachers):
             on_all_ranks(lambda name=name, model=model: check_ids(sequences, self._config, name, model))  # type: ignore[misc]
             # Every sequence has one teacher at most, so the sum is exact.

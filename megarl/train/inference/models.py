@@ -81,7 +81,7 @@ class Models:
         self.critic: TrainedModel | None = None
         self.reward_model: Model | None = None
         self.teachers: dict[str, Model] = {}
-        """Name -> teacher; empty if the algorithm needs no teacher."""
+        """Name -> teacher with a path; empty if the algorithm needs no teacher."""
         self.more: dict[str, Model] = {}
         """Role -> model added by a part of the job. Their memory stays on the device."""
         self._grids: dict[ParallelConfig, process_groups.Grid] = {}
@@ -194,9 +194,10 @@ class Models:
         if config.reward_model.path is not None and self.reward_model is None:
             enter(Phase.SCORES)
             self.reward_model = self._reward_model(Path(config.reward_model.path))
-        if "teacher_logp" in self._algorithm.needs and not self.teachers:
+        here = [name for name, teacher in config.teachers.items() if teacher.path is not None]
+        if here and "teacher_logp" in self._algorithm.needs and not self.teachers:
             enter(Phase.TEACHERS)
-            self.teachers = {name: self._teacher(teacher_role(name)) for name in config.teachers}
+            self.teachers = {name: self._teacher(teacher_role(name)) for name in here}
         if "critic" in self._algorithm.roles and (self.critic is None or not step):
             self.critic = None  # free its memory before the next one is built
             gc.collect()

@@ -8,7 +8,7 @@ import torch
 
 from megarl.config import Config
 from megarl.config.model_roles import teacher_of
-from megarl.core.schema import TEACHER
+from megarl.core.schema import TEACHER, Trajectory
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_parts import repeated
 from megarl.train.batch.batch import StepBatch
@@ -27,9 +27,14 @@ class Teachers(Part):
     def before_batch(self, state: TrainState, data: StepData) -> None:
         sources = self._reader.data_sources(data.trajectories)
         data.trajectories = [
-            replace(each, metadata={**each.metadata, TEACHER: teacher_of(self._teachers, sources[each.task_id])})
+            replace(each, metadata={**each.metadata, TEACHER: self._teacher_of(each, sources[each.task_id])})
             for each in data.trajectories
         ]
+
+    def _teacher_of(self, trajectory: Trajectory, data_source: str) -> str | None:
+        """Return the teacher that has scored the trajectory, else the one that will."""
+        scores = trajectory.teacher_scores
+        return teacher_of(self._teachers, data_source) if scores is None else scores.teacher
 
     def before_update(self, state: TrainState, batch: StepBatch) -> None:
         sequences = batch.sequences

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from functools import partial
 
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, DistillConfig
+from megarl.config.lengths import context_tokens
 from megarl.config.model_roles import teacher_of
+from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.learn.algorithms import Algorithm
 from megarl.run.run_dir.rows import place
+from megarl.tasks import ChatTokenizer
+
+log = logging.getLogger(__name__)
 
 
 def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
@@ -24,8 +31,11 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
     if needed and not teachers:
         raise ConfigError(
             f"algorithm.name={config.algorithm.name} learns from a teacher and teachers is empty; set "
-            "teachers.NAME.path to the HF checkpoint of a language model"
+            "teachers.NAME.path to the HF checkpoint of a language model, or teachers.NAME.url to a server of one"
         )
+    for name, teacher in teachers.items():
+        if teacher.url is not None:
+            _check_url_settings(config, name, teacher)
     owner: dict[str | None, str] = {}
     for name, teacher in teachers.items():
         sources: list[str | None] = [*teacher.sources] or [None]
@@ -46,21 +56,58 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
             )
 
 
+def _check_url_settings(config: Config, name: str, teacher: TeacherConfig) -> None:
+    """Raise ConfigError for settings that a teacher at a URL cannot have."""
+    from megarl.rewards.teacher_server import check_teacher_url  # 0.3 s
+
+    check_teacher_url(name, teacher)
+    if config.rollout.temperature != 1.0:
+        raise ConfigError(
+            f"teachers.{name}.url with rollout.temperature={config.rollout.temperature:g}: the server's log-probs of "
+            "given tokens are at temperature 1; set it to 1, or give the teacher as teachers.NAME.path"
+        )
+    for setting, none in (("parallel", None), ("dtype", None), ("offload", "none")):
+        if getattr(teacher, setting) != none:
+            raise ConfigError(
+                f"teachers.{name}.{setting} with teachers.{name}.url: the server decides how it computes; leave "
+                f"{setting} out"
+            )
+
+
+def check_servers(config: Config, tokenizer: ChatTokenizer) -> None:
+    """Ask the servers of teachers at URLs for their model, length and tokens. Raises ConfigError."""
+    if any(teacher.url is not None for teacher in config.teachers.values()):
+        from megarl.rewards.teacher_server import check_teacher_servers
+
+        ids = [number for number in range(tokenizer.largest_id + 1) if tokenizer.token(number) is not None]
+        text_of = partial(tokenizer.decode, special=True)
+        for warning in check_teacher_servers(config.teachers, ids, text_of, context_tokens(config.rollout)):
+            log.warning("%s", warning)
+
+
 def check_taught(config: Config, tasks: Sequence[Task]) -> None:
-    """Check that every task to train on has something to learn from. Raises DataError naming the first that has not."""
-    if not config.teachers or _learns_from_rewards(config.algorithm):
+    """Check that every task to train on has something to learn from, and no images for a teacher at a URL. Raises
+    DataError naming the first that fails."""
+    if not config.teachers:
         return
-    known: set[str] = set()
+    known: set[tuple[str, bool]] = set()
     for task in tasks:
-        if task.data_source in known:
+        kind = task.data_source, bool(task.images)
+        if kind in known:
             continue
-        if teacher_of(config.teachers, task.data_source) is None:
+        known.add(kind)
+        name = teacher_of(config.teachers, task.data_source)
+        if task.images and name is not None and config.teachers[name].url is not None:
+            raise DataError(
+                f"{place(config, 'train', task)} has images, which teachers.{name}.url is not sent; give these tasks "
+                "a teacher with a path (teachers.NAME.path)"
+            )
+        if name is None and not _learns_from_rewards(config.algorithm):
             raise DataError(
                 f"{place(config, 'train', task)} has data_source {task.data_source!r}, which no teacher has among its "
                 f"sources; add it to teachers.{next(iter(config.teachers))}.sources (prefixes end in /), give one "
                 "teacher no sources, or set algorithm.reward_coef above 0 to learn from its reward alone"
             )
-        known.add(task.data_source)
 
 
 def _learns_from_rewards(settings: AlgorithmConfig) -> bool:

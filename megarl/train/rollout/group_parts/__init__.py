@@ -14,9 +14,11 @@ from megarl.train.rollout.group_parts.partial import BudgetAhead
 from megarl.train.rollout.group_parts.replay import ReplayedGroups
 from megarl.train.rollout.group_parts.sampler import RecordedRouting, SpareAnswers
 from megarl.train.rollout.group_parts.shuffle import ShuffledRewards
+from megarl.train.rollout.group_parts.taught import TaughtGroups
 
 GROUP_PARTS: tuple[tuple[Callable[[Config, Algorithm], bool], type[GroupPart]], ...] = (
     (lambda c, a: "greedy" in a.needs, GreedyBaseline),
+    (lambda c, a: bool(c.teachers), TaughtGroups),
     (lambda c, a: c.rollout.spare > 0, SpareAnswers),
     (lambda c, a: c.rollout.routing_replay, RecordedRouting),
     (lambda c, a: c.rollout.is_partial, BudgetAhead),

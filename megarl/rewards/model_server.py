@@ -1,4 +1,4 @@
-"""Send HTTP requests to the judge's servers: with retries, limited concurrency, and errors that hide the key."""
+"""Send HTTP requests to the servers of a model: with retries, limited concurrency, and errors that hide the key."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 
-from megarl.config.rewards import JudgeConfig
 from megarl.core.errors import ConfigError
 
-KEY_VARIABLE = "MEGARL_JUDGE_KEY"
 BACKOFF_S = 0.5
 """Seconds before the first retry; doubled for each further one, times a random 0.5 to 1.5."""
 MAX_WAIT_S = 60.0
@@ -38,7 +37,7 @@ class RequestFailed(RuntimeError):
         wait_s: float | None = 0.0,
         *,
         away: bool = False,
-        refused: bool = False,
+        http_status: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -46,22 +45,54 @@ class RequestFailed(RuntimeError):
         """Seconds until a retry; None if a retry is useless."""
         self.away = away
         """True if one of the job's engines is down or has no weights yet, because it is being replaced."""
-        self.refused = refused
+        self.http_status = http_status
+        """HTTP status of the reply; None without a reply, or for a reply of status 200 that cannot be used."""
+
+    @property
+    def refused(self) -> bool:
         """True if the server refuses the request's content, for example because it is too long."""
+        return self.http_status in REFUSALS
 
 
-class JudgeServer:
+class RequestLimits(Protocol):
+    """Settings of requests to a server."""
+
+    @property
+    def concurrency(self) -> int:
+        """Most requests in flight."""
+
+    @property
+    def timeout_s(self) -> float:
+        """Timeout in seconds of one request."""
+
+    @property
+    def retries(self) -> int:
+        """Retries of a failed request."""
+
+
+class ModelServer:
     """OpenAI-compatible servers of one model, used in turn.
 
     Args:
+        name: Name of the model in messages, for example "the judge".
+        setting: Section of its settings, for messages.
+        key_variable: Environment variable with its key, for messages.
         bases: Returns the current base URLs of the servers, at least one.
         key: Sent as bearer token; None for none.
         engine_timeout_s: Seconds to wait for one of the job's own engines that is being replaced.
     """
 
     def __init__(
-        self, bases: Callable[[], Sequence[str]], key: str | None, config: JudgeConfig, engine_timeout_s: float
+        self,
+        name: str,
+        setting: str,
+        key_variable: str,
+        bases: Callable[[], Sequence[str]],
+        key: str | None,
+        config: RequestLimits,
+        engine_timeout_s: float = 0.0,
     ) -> None:
+        self._name, self._setting, self._key_variable = name, setting, key_variable
         self._bases = bases
         self._turns = itertools.count()
         self._key = key
@@ -85,19 +116,22 @@ class JudgeServer:
         if self._session is not None:
             await self._session.close()
 
-    async def models(self) -> list[str]:
-        """Return the server's model names. Raises ConfigError if it has none."""
+    async def models(self) -> dict[str, int | None]:
+        """Return the name of each model of the server -> its most tokens; None if the server does not name them.
+
+        Raises ConfigError if it has no model.
+        """
         try:
             names = await self.request(
-                "GET", "/models", None, lambda answer: [str(row["id"]) for row in answer["data"]]
+                "GET", "/models", None, lambda answer: {str(e["id"]): e.get("max_model_len") for e in answer["data"]}
             )
         except RequestFailed as failure:
             raise ConfigError(
-                f"{failure}; correct the URL or the key ({KEY_VARIABLE}), or set reward.judge.model"
+                f"{failure}; correct the URL or the key ({self._key_variable}), or set {self._setting}.model"
             ) from failure
         if not names:
             raise ConfigError(
-                f"reward.judge.url={self._config.url} has no models; set reward.judge.model, or start one there"
+                f"{self._setting}.url={self._bases()[0]} has no models; set {self._setting}.model, or start one there"
             )
         return names
 
@@ -128,34 +162,54 @@ class JudgeServer:
     async def _once(self, method: str, url: str, body: dict[str, Any] | None, read: Callable[[Any], T]) -> T:
         assert self._session is not None, "open() comes first"
         try:
-            # No redirects: they would send question, answer and key to a server that the settings do not name.
+            # No redirects: they would send texts and the key to a server that the settings do not name.
             async with self._session.request(method, url, json=body, allow_redirects=False) as answer:
                 text = (await answer.read()).decode(errors="replace")
                 status, wait_s = answer.status, _retry_after(answer.headers.get("Retry-After"))
         except TimeoutError:
             raise RequestFailed(
-                f"the judge at {url} gave no answer within {self._config.timeout_s:g} s", "timeout"
+                f"{self._name} at {url} gave no answer within {self._config.timeout_s:g} s", "timeout"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             raise RequestFailed(
-                self._hide(f"the judge at {url} cannot be reached: {type(error).__name__}: {error}"), away=True
+                self._hide(f"{self._name} at {url} cannot be reached: {type(error).__name__}: {error}"), away=True
             ) from None
         if status != 200:
             again = status in (408, 429) or status >= 500
             raise RequestFailed(
-                self._hide(f"the judge at {url} answered {status}: {text[:300]}"),
+                self._hide(f"{self._name} at {url} answered {status}: {text[:300]}"),
                 wait_s=wait_s if again else None,
                 away=status == 503,
-                refused=status in REFUSALS,
+                http_status=status,
             )
         try:
             return read(json.loads(text))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            raise RequestFailed(self._hide(f"the judge at {url} answered what is no reply: {text[:300]!r}")) from None
+            raise RequestFailed(
+                self._hide(f"{self._name} at {url} answered what is no reply: {text[:300]!r}")
+            ) from None
 
     def _hide(self, text: str) -> str:
         """Remove the key from a server's message."""
         return text.replace(self._key, "***") if self._key else text
+
+
+def check_url(setting: str, url: str, key_variable: str, what: str = "") -> None:
+    """Raise ConfigError unless ``url`` is a base URL without a password.
+
+    Args:
+        key_variable: Environment variable for the server's key.
+        what: Other values of the setting, for the message, for example " or rollout".
+    """
+    parts = urlsplit(url)
+    if parts.username or parts.password:
+        raise ConfigError(f"{setting} holds a user or password; put the key into the environment, {key_variable}")
+    path = parts.path.rstrip("/")
+    if parts.scheme not in ("http", "https") or not parts.hostname or path.endswith("/completions"):
+        raise ConfigError(
+            f"{setting}={url!r} is no base URL; write http://HOST:PORT/v1 (what stands before /chat/completions or "
+            f"/completions){what}"
+        )
 
 
 def _retry_after(header: str | None) -> float:
