@@ -27,10 +27,12 @@ from typing import Any, Literal, Protocol
 import torch
 
 from megarl.ops import checks, logprob
-from megarl.ops.linear import Gradients, rows_in_budget
+from megarl.ops.linear import Gradients
 
 BUFFERS = 7
 """Float buffers [c, V] that a chunk needs: logits of both models, and terms of the sums."""
+CHUNK_BYTES = 2**28
+"""Bytes of a chunk's buffers without ``logits_bytes``."""
 LEAST_TAIL = 1e-6
 """Smallest mass of a teacher's tail: 1 − Σ p of rounded log-probs has no digits below it."""
 
@@ -235,7 +237,7 @@ def linear_divergence(
         vocab_size: number of ids that both models have; the distributions are those over these ids.
         group, temperature: as in :func:`vocab_parallel_logprob`.
         logits_bytes: maximum bytes of logits at a time, all ``BUFFERS`` of them included, for at least one row.
-            ``None``: all rows are one chunk.
+            ``None`` takes ``CHUNK_BYTES``.
 
     Returns:
         float32 [T] (float64 for float64 inputs), equal on all ranks of the group.
@@ -262,7 +264,7 @@ def linear_divergence(
     if isinstance(teacher, WholeVocabulary):
         teacher = WholeVocabulary(teacher.hidden, teacher.weight[: shard.columns])
     found: torch.Tensor = _LinearDivergence.apply(
-        hidden, weight[: shard.columns], teacher, divergence, shard, _chunk(shard, hidden, logits_bytes)
+        hidden, weight[: shard.columns], teacher, divergence, shard, _chunk(hidden, weight.shape[0], logits_bytes)
     )
     return found
 
@@ -287,10 +289,11 @@ def linear_top_k(
         raise ValueError(f"k must be from 1 to vocab_size={vocab_size}, got {k}")
     logprob.check_shard(weight.shape[0], group, vocab_start, vocab_size)
     shard = Shard(vocab_start, _columns(weight, vocab_start, vocab_size), float(temperature), group)
+    chunk = _chunk(hidden, weight.shape[0], logits_bytes)
     weight = weight[: shard.columns]
     ids, logps = [], []
     with torch.no_grad():
-        for part in hidden.split(_chunk(shard, hidden, logits_bytes)):
+        for part in hidden.split(chunk):
             z = shard.logits(part, weight)
             z = z.sub_(shard.log_norm(z))
             own = z.topk(min(k, z.shape[1]), dim=-1)
@@ -395,15 +398,10 @@ def _columns(weight: torch.Tensor, vocab_start: int, vocab_size: int) -> int:
     return min(max(vocab_size - vocab_start, 0), weight.shape[0])
 
 
-def _chunk(shard: Shard, hidden: torch.Tensor, logits_bytes: int | None) -> int:
-    """Number of rows of a chunk, at least 1."""
-    rows = max(1, hidden.shape[0])
-    if logits_bytes is None:
-        return rows
-    dtype = torch.promote_types(hidden.dtype, torch.float32)
-    least = BUFFERS * shard.columns * dtype.itemsize
-    fit = rows_in_budget(BUFFERS * shard.columns, dtype, max(logits_bytes, least))
-    return rows if fit is None else min(fit, rows)
+def _chunk(hidden: torch.Tensor, columns: int, logits_bytes: int | None) -> int:
+    """Number of rows of a chunk, at least 1; ``columns``: of the whole shard, so that it is equal on all ranks."""
+    row = BUFFERS * max(1, columns) * torch.promote_types(hidden.dtype, torch.float32).itemsize
+    return min(max((logits_bytes or CHUNK_BYTES) // row, 1), max(1, hidden.shape[0]))
 
 
 def _slices(size: int, chunk: int) -> list[slice]:

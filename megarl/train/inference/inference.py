@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megarl.config import Config
+from megarl.config.algorithms import reads_distribution
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Trajectory, name_of
 from megarl.learn.algorithms import Algorithm
@@ -19,6 +20,7 @@ from megarl.learn.memory.phases import Phase
 from megarl.learn.training.model import Model, WithoutAdapters
 from megarl.train.batch.batch import StepBatch, StepPlan, each_once, overlong
 from megarl.train.batch.images import StepImages
+from megarl.train.inference.distributions import Distributions
 from megarl.train.inference.models import Models
 from megarl.train.rank.ranks import on_all_ranks
 from megarl.weights.checkpoint.formats.score_pad import score_pad
@@ -66,18 +68,27 @@ class Inference:
             outputs = model.outputs(sequences, [model.micro_batches(sequences, units) for units in lists])
             setattr(sequences, name, outputs)
         if "teacher_logp" in self._algorithm.needs:
-            sequences.teacher_logp = self._teacher_logp(batch)
+            self._ask_teachers(batch)
 
-    def _teacher_logp(self, batch: StepBatch) -> torch.Tensor:
-        """Return float32 [T]: log-probs by the teacher of each held sequence, 0 elsewhere."""
-        sequences = batch.sequences
+    def _ask_teachers(self, batch: StepBatch) -> None:
+        """Fill the fields of the teachers: log-probs by the teacher of each held sequence, and what a divergence from
+        its distributions reads; 0 elsewhere."""
+        sequences, settings = batch.sequences, self._config.algorithm
         found = torch.zeros(len(sequences.tokens))
+        distributions = Distributions(self.models, settings, sequences) if reads_distribution(settings) else None
         self.enter(Phase.TEACHERS)
         for name, model, units in self._taught(batch.updates, batch.teachers):
             on_all_ranks(lambda name=name, model=model: check_ids(sequences, self._config, name, model))  # type: ignore[misc]
+            batches = [model.micro_batches(sequences, units)]
             # Every sequence has one teacher at most, so the sum is exact.
-            found += model.outputs(sequences, [model.micro_batches(sequences, units)])
-        return found
+            if distributions is None:
+                found += model.outputs(sequences, batches)
+            else:
+                columns, more = distributions.of(name)
+                found += model.outputs(sequences, batches, columns=columns, more=more)
+        sequences.teacher_logp = found
+        if distributions is not None:
+            distributions.fill(batch.teachers)
 
     def _taught(
         self, updates: list[list[list[int]]], teachers: Sequence[str | None]
