@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megarl.config import Config
-from megarl.config.algorithms import AlgorithmConfig, DistillConfig
-from megarl.config.model_roles import teacher_of
+from megarl.config.algorithms import AlgorithmConfig, DistillConfig, reads_distribution
+from megarl.config.model_roles import path_of, teacher_of
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.learn.algorithms import Algorithm
@@ -14,8 +14,10 @@ from megarl.run.run_dir.rows import place
 
 
 def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError unless the algorithm needs the teachers, and each data source has at most one."""
+    """Raise ConfigError unless the algorithm needs the teachers, each data source has at most one, and the settings of
+    the divergence have an effect."""
     teachers, needed = config.teachers, "teacher_logp" in algorithm.needs
+    _check_divergence(config.algorithm, needed)
     if teachers and not needed:
         raise ConfigError(
             f"teachers.{next(iter(teachers))} with algorithm.name={config.algorithm.name}, which learns from no "
@@ -44,6 +46,43 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
                 f"teachers.{other}.sources and teachers.{name}.sources both have {source!r}, and a task has one "
                 "teacher; leave it in one of them"
             )
+
+
+def _check_divergence(settings: AlgorithmConfig, needed: bool) -> None:
+    if not isinstance(settings, DistillConfig):
+        return
+    given = f"algorithm.divergence={settings.divergence}"
+    if not reads_distribution(settings):
+        if settings.top_k:
+            raise ConfigError(
+                f"algorithm.top_k={settings.top_k} with {given}, which reads the sampled token alone; set "
+                "algorithm.divergence to forward_kl, reverse_kl or jsd, or top_k to 0"
+            )
+        return
+    if not needed:
+        raise ConfigError(
+            f"{given} with algorithm.name={settings.name}, which learns from no teacher; add teacher_logp to its needs"
+        )
+    if settings.name == "distill" and settings.gamma:
+        raise ConfigError(
+            f"algorithm.gamma={settings.gamma:g} with {given}: a divergence is a loss of its own token, without "
+            "later rewards; set algorithm.gamma=0"
+        )
+    if settings.divergence == "jsd" and not 0.0 < settings.beta < 1.0:
+        raise ConfigError(
+            f"algorithm.beta={settings.beta:g} with {given} must be above 0 and below 1; set algorithm.divergence to "
+            "forward_kl for the limit at 0, or reverse_kl for the one at 1"
+        )
+
+
+def check_top_k(config: Config, role: str, teacher_size: int, actor_size: int) -> None:
+    """Raise ConfigError if ``algorithm.top_k`` exceeds the number of ids that a teacher and the actor both have."""
+    settings, both = config.algorithm, min(teacher_size, actor_size)
+    if reads_distribution(settings) and settings.top_k > both:
+        raise ConfigError(
+            f"algorithm.top_k={settings.top_k}, and {role}.path={path_of(config, role)} and the actor have {both} "
+            "ids in common; lower it, or set it to 0 for the whole vocabulary"
+        )
 
 
 def check_taught(config: Config, tasks: Sequence[Task]) -> None:
