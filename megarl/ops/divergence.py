@@ -70,7 +70,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class Shard:
+class VocabularyShard:
     """This rank's columns of the vocabulary, and the ranks with the others.
 
     ``start`` is the id of the first column. ``temperature`` divides the logits, in float32.
@@ -113,13 +113,13 @@ class Teacher(Protocol):
     """Source of a teacher's distribution for rows of the student's logits."""
 
     def forward(
-        self, z: torch.Tensor, rows: slice, shard: Shard, divergence: Divergence
+        self, z: torch.Tensor, rows: slice, shard: VocabularyShard, divergence: Divergence
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (divergence [c], statistics [c, s] for ``gradient``) for the student's logits ``z`` [c, V]."""
         ...
 
     def gradient(
-        self, z: torch.Tensor, rows: slice, stats: torch.Tensor, shard: Shard, divergence: Divergence
+        self, z: torch.Tensor, rows: slice, stats: torch.Tensor, shard: VocabularyShard, divergence: Divergence
     ) -> torch.Tensor:
         """Return [c, V]: gradient of each row's divergence by ``z``, which may be overwritten."""
         ...
@@ -136,7 +136,7 @@ class WholeVocabulary:
     weight: torch.Tensor
 
     def forward(
-        self, z: torch.Tensor, rows: slice, shard: Shard, divergence: Divergence
+        self, z: torch.Tensor, rows: slice, shard: VocabularyShard, divergence: Divergence
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Teacher``."""
         y = shard.logits(self.hidden[rows], self.weight)
@@ -145,7 +145,7 @@ class WholeVocabulary:
         return found[:, 0], torch.cat([*norms, found[:, 1:]], -1)
 
     def gradient(
-        self, z: torch.Tensor, rows: slice, stats: torch.Tensor, shard: Shard, divergence: Divergence
+        self, z: torch.Tensor, rows: slice, stats: torch.Tensor, shard: VocabularyShard, divergence: Divergence
     ) -> torch.Tensor:
         """See ``Teacher``."""
         y = shard.logits(self.hidden[rows], self.weight)
@@ -155,9 +155,9 @@ class WholeVocabulary:
 
 @dataclass(frozen=True)
 class TopK:
-    """A teacher given by its likeliest tokens: ``ids`` int64 [T, k], all different in a row, and ``logp`` [T, k].
+    """A teacher given by its likeliest tokens: ``ids`` int64 [T, k], no id twice in a row, and ``logp`` [T, k].
 
-    ``vocab_size``: with so many tokens there is no tail.
+    ``vocab_size``: number of ids that both models have; with k = ``vocab_size`` there is no tail.
     """
 
     ids: torch.Tensor
@@ -165,7 +165,7 @@ class TopK:
     vocab_size: int
 
     def forward(
-        self, z: torch.Tensor, rows: slice, shard: Shard, divergence: Divergence
+        self, z: torch.Tensor, rows: slice, shard: VocabularyShard, divergence: Divergence
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Teacher``."""
         at, is_here = shard.local(self.ids[rows])
@@ -177,7 +177,7 @@ class TopK:
         return g[0].sum(-1), torch.cat([norm, rest, g[1]], -1)
 
     def gradient(
-        self, z: torch.Tensor, rows: slice, stats: torch.Tensor, shard: Shard, divergence: Divergence
+        self, z: torch.Tensor, rows: slice, stats: torch.Tensor, shard: VocabularyShard, divergence: Divergence
     ) -> torch.Tensor:
         """See ``Teacher``."""
         at, is_here = shard.local(self.ids[rows])
@@ -260,7 +260,7 @@ def linear_divergence(
     else:
         checks.tensor("teacher.ids", teacher.ids, dtypes=(torch.int64,), shape=(rows, None), like=hidden)
         checks.tensor("teacher.logp", teacher.logp, dtypes=_DTYPES, shape=tuple(teacher.ids.shape), like=hidden)
-    shard = Shard(vocab_start, _columns(weight, vocab_start, vocab_size), float(temperature), group)
+    shard = VocabularyShard(vocab_start, _columns(weight, vocab_start, vocab_size), float(temperature), group)
     if isinstance(teacher, WholeVocabulary):
         teacher = WholeVocabulary(teacher.hidden, teacher.weight[: shard.columns])
     found: torch.Tensor = _LinearDivergence.apply(
@@ -288,7 +288,7 @@ def linear_top_k(
     if not 1 <= k <= vocab_size:
         raise ValueError(f"k must be from 1 to vocab_size={vocab_size}, got {k}")
     logprob.check_shard(weight.shape[0], group, vocab_start, vocab_size)
-    shard = Shard(vocab_start, _columns(weight, vocab_start, vocab_size), float(temperature), group)
+    shard = VocabularyShard(vocab_start, _columns(weight, vocab_start, vocab_size), float(temperature), group)
     chunk = _chunk(hidden, weight.shape[0], logits_bytes)
     weight = weight[: shard.columns]
     ids, logps = [], []
@@ -314,7 +314,7 @@ class _LinearDivergence(torch.autograd.Function):
         weight: torch.Tensor,
         teacher: Teacher,
         divergence: Divergence,
-        shard: Shard,
+        shard: VocabularyShard,
         chunk: int,
     ) -> torch.Tensor:
         values, stats = [], []

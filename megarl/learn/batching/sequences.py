@@ -47,14 +47,6 @@ class Sequences:
     ref_logp: torch.Tensor | None = None
     teacher_logp: torch.Tensor | None = None
     """Log-probs by each sequence's teacher; 0 for sequences without one."""
-    teacher: torch.Tensor | None = None
-    """int64 [n]: index of each sequence's teacher in ``teachers`` of the settings; -1 without one."""
-    teacher_ids: torch.Tensor | None = None
-    """int32 [T, k]: the teacher's k likeliest tokens in place of the next one."""
-    teacher_topk_logp: torch.Tensor | None = None
-    """float32 [T, k]: log-probs of ``teacher_ids``."""
-    teacher_hidden: torch.Tensor | None = None
-    """[T, G]: the teacher's last hidden states, G the largest hidden size of the teachers; 0 to its right."""
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
     """bool [n]; True for demonstrations among responses (mix)."""

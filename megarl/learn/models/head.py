@@ -19,11 +19,8 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megarl import ops
-from megarl.learn.models.teaching import Output
+from megarl.learn.models.teaching import Columns, HeadInput
 from megarl.ops.logprob import IGNORED
-
-Columns = Callable[[Output], torch.Tensor]
-"""Makes more columns [n, j] of the outputs at the requested positions, equal on all tensor-parallel ranks."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +110,8 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
         )
         rows = torch.stack(outputs, dim=-1)
         if request.columns is not None:
-            rows = torch.cat([rows, request.columns(Output(hidden, weight, self.tp_group, request))], dim=-1)
+            settings = request.temperature, request.logits_bytes, request.float32
+            rows = torch.cat([rows, request.columns(HeadInput(hidden, weight, self.tp_group, *settings))], dim=-1)
         number = rows.shape[1]
         return rows.new_zeros(shape.numel(), number).index_copy(0, request.places, rows).view(*shape, number), None
 

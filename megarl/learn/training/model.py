@@ -23,12 +23,13 @@ from megarl.learn.memory.phases import Place
 from megarl.learn.memory.resident_bytes import bucket_size
 from megarl.learn.memory.residents import Residents
 from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
+from megarl.learn.models.teaching import MoreColumns
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.adapters import ModelAdapters
 from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.learn.training.optimizer import Optimizer
 from megarl.learn.training.optimizer_digests import check_written, digests_written
-from megarl.learn.training.schedule import Head, MoreColumns, run
+from megarl.learn.training.schedule import Head, run
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.reshard.adapters import MergedTensors, is_adapter
@@ -121,16 +122,6 @@ class Model:
         if self.optimizer is not None:
             check_written(tensors, self.written())
         return tensors
-
-    @property
-    def token_ids(self) -> range | None:
-        """Token ids of this rank's rows of the output weight, padding included; None on ranks without any."""
-        for chunk in self.chunks:
-            layer = getattr(unwrap(chunk), "output_layer", None)
-            if layer is not None:
-                rows: int = layer.output_size_per_partition
-                return range(layer.tp_group.rank() * rows, (layer.tp_group.rank() + 1) * rows)
-        return None
 
     def load_hf(self, path: Path, *, score: Literal["stored", "zeros"] = "stored") -> None:
         """Load an HF checkpoint; ``score``: source of a score head (``checkpoint.hf.load_into``)."""
@@ -238,6 +229,16 @@ class Model:
         # For each position one rank has the output and the others have 0, so the sum is exact.
         sequences.add_up(result)
         return result
+
+
+def token_ids(model: Model) -> range | None:
+    """Return the token ids of this rank's rows of the output weight, padding included; None on ranks without one."""
+    for chunk in model.chunks:
+        layer = getattr(unwrap(chunk), "output_layer", None)
+        if layer is not None:
+            rows: int = layer.output_size_per_partition
+            return range(layer.tp_group.rank() * rows, (layer.tp_group.rank() + 1) * rows)
+    return None
 
 
 class WithoutAdapters:

@@ -18,7 +18,7 @@ from megarl.learn.algorithms import Algorithm, Loss, LossInput, terms
 from megarl.learn.algorithms.terms import value
 from megarl.learn.algorithms.terms.token_parts import counts
 from megarl.learn.batching import MicroBatch, Sequences
-from megarl.learn.training.schedule import MoreColumns
+from megarl.learn.models.teaching import MoreColumns
 
 
 @dataclass(frozen=True)

@@ -5,31 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megarl.core.processes import heartbeat
 from megarl.learn.batching import MicroBatch, Sequences
 from megarl.learn.models.gpt import unwrap
+from megarl.learn.models.teaching import MoreColumns
 from megarl.learn.parallel.context_parallel import gather_outputs
 
 if TYPE_CHECKING:
     from megarl.learn.models.experts.routing_replay import Replay
-    from megarl.learn.models.head import Columns
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, outputs [b, S, k]) -> (this micro-batch's part of the loss, any value to collect)."""
-
-
-class MoreColumns(Protocol):
-    """Adds ``width`` columns to the outputs of a language model (``learn/models/teaching.py``)."""
-
-    width: int
-
-    def at(self, index: torch.Tensor) -> Columns:
-        """Return the columns of positions ``index`` [n] of the flat arrays of ``Sequences``."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,11 @@ from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching import Sequences, StepShare, dealt, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.memory.phases import Phase
+from megarl.learn.models.teaching import TeacherHead
 from megarl.learn.training.model import Model, WithoutAdapters
 from megarl.train.batch.batch import StepBatch, StepPlan, each_once, overlong
 from megarl.train.batch.images import StepImages
-from megarl.train.inference.distributions import Distributions
+from megarl.train.inference.distributions import Distributions, teacher_heads
 from megarl.train.inference.models import Models
 from megarl.train.rank.ranks import on_all_ranks
 from megarl.weights.checkpoint.formats.score_pad import score_pad
@@ -39,6 +40,7 @@ class Inference:
     def __init__(self, config: Config, algorithm: Algorithm, models: Models, enter: Callable[[Phase], None]) -> None:
         self._config, self._algorithm = config, algorithm
         self.models, self.enter = models, enter
+        self._heads: list[TeacherHead] | None = None
 
     @property
     def first_update_infers(self) -> bool:
@@ -75,7 +77,11 @@ class Inference:
         its distributions reads; 0 elsewhere."""
         sequences, settings = batch.sequences, self._config.algorithm
         found = torch.zeros(len(sequences.tokens))
-        distributions = Distributions(self.models, settings, sequences) if reads_distribution(settings) else None
+        distributions = None
+        if reads_distribution(settings):
+            if self._heads is None:
+                self._heads = on_all_ranks(lambda: teacher_heads(self.models, settings.top_k))
+            distributions = Distributions(self.models, self._heads, settings.top_k, sequences)
         self.enter(Phase.TEACHERS)
         for name, model, units in self._taught(batch.updates, batch.teachers):
             on_all_ranks(lambda name=name, model=model: check_ids(sequences, self._config, name, model))  # type: ignore[misc]
@@ -88,7 +94,7 @@ class Inference:
                 found += model.outputs(sequences, batches, columns=columns, more=more)
         sequences.teacher_logp = found
         if distributions is not None:
-            distributions.fill(batch.teachers)
+            batch.distributions = distributions.result(batch.teachers)
 
     def _taught(
         self, updates: list[list[list[int]]], teachers: Sequence[str | None]

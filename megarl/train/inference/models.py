@@ -20,7 +20,6 @@ from typing import Literal, NamedTuple
 import torch
 
 from megarl.config import Config
-from megarl.config.algorithms import reads_distribution
 from megarl.config.lora import LoraConfig
 from megarl.config.model_roles import path_of, sections_of, teacher_role
 from megarl.config.schema import ModelConfig, ParallelConfig
@@ -29,7 +28,6 @@ from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.memory.phases import Phase
-from megarl.learn.models.teaching import TeacherHead
 from megarl.learn.parallel import process_groups
 from megarl.learn.training.adapters import share_base
 from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for
@@ -84,8 +82,6 @@ class Models:
         self.reward_model: Model | None = None
         self.teachers: dict[str, Model] = {}
         """Name -> teacher; empty if the algorithm needs no teacher."""
-        self.teacher_heads: list[TeacherHead] = []
-        """Of each teacher in order, for a divergence from its distributions; their weights are in host memory."""
         self.more: dict[str, Model] = {}
         """Role -> model added by a part of the job. Their memory stays on the device."""
         self._grids: dict[ParallelConfig, process_groups.Grid] = {}
@@ -201,8 +197,6 @@ class Models:
         if "teacher_logp" in self._algorithm.needs and not self.teachers:
             enter(Phase.TEACHERS)
             self.teachers = {name: self._teacher(teacher_role(name)) for name in config.teachers}
-            if reads_distribution(config.algorithm):
-                self.teacher_heads = [self._teacher_head(name, config.algorithm.top_k) for name in config.teachers]
         if "critic" in self._algorithm.roles and (self.critic is None or not step):
             self.critic = None  # free its memory before the next one is built
             gc.collect()
@@ -252,16 +246,6 @@ class Models:
         model = Model(hf_config, settings, parallel, head, micro_batching, grid)
         model.load_hf(Path(path))
         return model
-
-    def _teacher_head(self, name: str, top_k: int) -> TeacherHead:
-        """Return a teacher's head; for the whole vocabulary with the rows for this rank's part of the actor's."""
-        model, path = self.teachers[name], path_of(self.config, teacher_role(name))
-        assert model.head is not None and path is not None, "a teacher is a language model"
-        vocab_size, ids = min(self.head.vocab_size, model.head.vocab_size), self.actor.model.token_ids
-        if top_k or ids is None:
-            return TeacherHead(vocab_size)
-        dtype: torch.dtype = getattr(torch, model.model_config.dtype)
-        return TeacherHead(vocab_size, hf.output_rows(Path(path), model.layout, ids, dtype))
 
     def _critic(self) -> TrainedModel:
         config, role = self.config, self.config.critic

@@ -72,7 +72,7 @@ class Learner:
         """Estimate advantages and make the step's updates; return the new state, and metrics."""
         settings = self.settings(state)
         state, estimated = self.estimate(state, batch)
-        taught = divergence_of(batch, self._models, settings) if reads_distribution(settings) else None
+        taught = divergence_of(batch, settings, self.config.teachers) if reads_distribution(settings) else None
         policy = partial(objectives.policy, self.algorithm, settings, batch.sequences, taught=taught)
         first = policy(unchanged=True) if self.inference.first_update_infers else None
         state, updated = self.update(state, batch, policy(), settings, first)
