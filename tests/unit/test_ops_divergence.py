@@ -201,11 +201,10 @@ class Peak(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("top_k", [0, 64])
-@pytest.mark.parametrize("divergence", KINDS[:3], ids=lambda d: d.kind)
+@pytest.mark.parametrize(("divergence", "top_k"), [(KINDS[0], 0), (KINDS[3], 0), (KINDS[3], 64)])
 def test_memory_is_bounded_by_the_budget(divergence: Divergence, top_k: int) -> None:
     """8,192 tokens with a vocabulary of 151,936 would be 5 GB of logits for each model."""
-    rows, columns, budget = 8192, 151936, 2**28
+    rows, columns, budget = 8192, 151936, 2**30
     with FakeTensorMode():
         hidden, weight = torch.empty(rows, 64, requires_grad=True), torch.empty(columns, 64, requires_grad=True)
         teacher: Any = WholeVocabulary(torch.empty(rows, 128), torch.empty(columns, 128))
