@@ -86,7 +86,7 @@ class Sequences:
         return values if self.share is None else self.share.together(values)
 
     def add_up(self, values: torch.Tensor) -> None:
-        """Sum ``values`` [T] over all ranks in place. Every rank calls it."""
+        """Sum ``values`` [T, ...] over all ranks in place. Every rank calls it."""
         if self.share is None:
             dist.all_reduce(values)
         else:
