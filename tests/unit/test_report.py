@@ -259,7 +259,7 @@ def test_what_was_left_out_of_training_is_shown_by_reason(run_dir: Path) -> None
     store.close()
     words = Page(page(load(run_dir))).text
     assert "all_right group whose responses are all right: no gradient (algorithm.dynamic_sampling) 36 18.0%" in words
-    assert "mine as an operator of the run names it 1 0.5% 1 0.1%" in words
+    assert "mine reason given by an operator of the run 1 0.5% 1 0.1%" in words
     found = load(run_dir).dropped
     assert [(text[:7], steps) for text, steps in found] == [("step 1,", 2), ("step 1,", 1)] and "g-1" in found[0][0]
     assert "left out of training: 37 of the sampled trajectories, 18.5% (all_right 36, mine 1)" in summary(run_dir)
