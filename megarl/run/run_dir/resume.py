@@ -92,7 +92,7 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
     has_trained = _has_trained(run_dir)
     begun = found is not None and int(read_state(found)["step"]) > 0  # the roles' models are made at step 0
     fixed = [c for c in changed if c.setting.partition(".")[0] in FIXED or (begun and _needs_another_past(c))]
-    fix = "take another run.name, or remove the directory"
+    fix = "take another run.name (or run.dir, where it is set), or remove the directory"
     if fixed:
         lost = "" if has_trained else " (it has trained no step, so nothing is lost)"
         raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {fix}{lost}")
@@ -106,7 +106,7 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
     if unconfirmed and has_trained:
         raise ConfigError(
             f"run.dir={run_dir} holds a run that was trained with other settings: {', '.join(listed(unconfirmed))}; "
-            "set them back, take another run.name, or confirm them with "
+            "set them back, take another run.name (or run.dir), or confirm them with "
             f"run.allow_changes=[{','.join(c.setting for c in of_training)}]"
         )
     if changed:
