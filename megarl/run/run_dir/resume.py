@@ -161,7 +161,7 @@ def set_aside_damaged(
 
 def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Callable[[], bool]) -> None:
     for checkpoint in recover(folder) if rename else []:
-        log.warning("%s was being saved again when its job was killed: what it was before is back", checkpoint)
+        log.warning("%s was being saved again when its job was killed: the old one is restored", checkpoint)
     candidates = in_order(folder)
     damaged: list[tuple[Path, str]] = []
     while candidates and (fault := _fault(candidates[-1], digests, stopping)) is not None:
