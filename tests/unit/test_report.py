@@ -329,7 +329,7 @@ def test_samples_do_not_know_the_outcome(run_dir: Path) -> None:
 def test_job_that_was_only_started(tmp_path: Path) -> None:
     save_resolved(make_config(tmp_path, 5), tmp_path / "resolved.json")
     text = Page(write_report(tmp_path).read_text()).text
-    assert "No held-out accuracy yet" in text and "not finished: 0 of 5 steps" in text and "is not there" in text
+    assert "No held-out accuracy yet" in text and "not finished: 0 of 5 steps" in text and "does not exist" in text
     assert not (tmp_path / "store.db").exists(), "a report makes no store"
     assert "not exported yet" in summary(tmp_path)
 
@@ -358,7 +358,7 @@ def test_stopped_after_the_first_evaluation(run_dir: Path) -> None:
     (run_dir / "model" / "tokenizer.json").unlink()
     text = Page(write_report(run_dir).read_text()).text
     assert "not finished: 2 of 30 steps" in text and "no answer" in text
-    assert "tokenizer.json is not there: answers are shown as token ids." in text
+    assert "tokenizer.json does not exist: answers are shown as token ids." in text
 
 
 def test_damaged_answers_are_left_out_and_noted(run_dir: Path) -> None:
