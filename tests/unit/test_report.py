@@ -193,7 +193,7 @@ def test_report_holds_the_numbers(run_dir: Path) -> None:
         "parallel.tp 2 1",
         "What is 20 + 20? 40",
         str(run_dir / "hf"),
-        "generation 0.30 s, reward 0.30 s, both at once 0.20 s",
+        "generation 0.30 s, reward 0.30 s, both at the same time 0.20 s",
         "sft/loss",
         "✓ right",
         "✗ wrong",
