@@ -276,13 +276,13 @@ def check_rows_of_run(config: Config, store: Store, split: str, tasks: Sequence[
     if asked:
         first = place(config, split, asked[0])
         raise ConfigError(
-            f"run.dir={config.run.dir} holds responses to {len(asked)} rows that have changed or gone since; the first "
-            f"is {first}. Put the rows back (or what taskset.process makes of them), or take another run.name"
+            f"run.dir={config.run.dir} holds responses to {len(asked)} rows that have changed or disappeared since; "
+            f"the first is {first}. Put the rows back (or what taskset.process makes of them), or take another run.name"
         )
     if changed:
         log.warning(
-            "taskset.%s: %d rows that the run has not used yet have changed or gone since its last start; the first is "
-            "%s",
+            "taskset.%s: %d rows that the run has not used yet have changed or disappeared since its last start; the "
+            "first is %s",
             split,
             len(changed),
             place(config, split, changed[0]),

@@ -161,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _inspect(arguments) if arguments.tool == "inspect" else _convert(arguments)
     except OSError as error:
         raise CheckpointError(
-            f"{error}; files that are finished are kept, repeat the command when the cause is gone"
+            f"{error}; files that are finished are kept, repeat the command once the cause is fixed"
         ) from error
 
 
