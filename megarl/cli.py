@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 DESCRIPTION = """Reinforcement learning for language models on Megatron-Core and vLLM.
 
 Settings are hydra overrides: `megarl train experiment=quickstart trainer.steps=20 parallel=pp2`.
-Running a command again resumes it."""
+Repeat a command to resume its job."""
 
 
 class _Version(argparse.Action):
@@ -48,27 +48,27 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
-        return commands.add_parser(name, help=text, description=text, formatter_class=raw)
+        return commands.add_parser(name, help=text.partition("\n")[0], description=text, formatter_class=raw)
 
     train = add(
         "train",
-        "Run a training job on this machine: engines, explorer and trainer ranks (trainer ranks alone where it learns "
-        "from files); resumes when repeated.",
+        "Run a training job: engines, explorer and trainer ranks (only trainer ranks if it learns from files). The "
+        "same command resumes it.",
     )
     train.add_argument("overrides", nargs="*", help="hydra overrides, e.g. experiment=quickstart trainer.steps=20")
     train.add_argument(
         "--check",
         action="store_true",
-        help="validate settings, data and model, start and write nothing; print what would run where",
+        help="validate settings, data and model; print which process would run where; start and write nothing",
     )
     train.add_argument(
-        "--nodes", type=int, metavar="N", help="with --check: as on N machines like this one, all of them alike"
+        "--nodes", type=int, metavar="N", help="with --check: number of nodes to check for, all like this machine"
     )
     train.add_argument(
-        "--gpus-per-node", type=int, metavar="N", help="with --check: that a node has (default: as many as this one)"
+        "--gpus-per-node", type=int, metavar="N", help="with --check: GPUs of a node (default: this machine's)"
     )
     train.add_argument(
-        "--verbose", action="store_true", help="with --check: print the memory of each phase and every node too"
+        "--verbose", action="store_true", help="with --check: also print the memory of each phase, and every node"
     )
     train.add_argument(
         "-m",
@@ -77,9 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="sweep: a job for each combination of values such as algorithm=grpo,rloo (docs/sweeps.md)",
     )
     train.add_argument(
-        "--index", type=int, metavar="N", help="of a sweep: combination N alone, counted from 0 (for job arrays)"
+        "--index", type=int, metavar="N", help="with -m: run only combination N, counted from 0 (for job arrays)"
     )
-    train.add_argument("--count", action="store_true", help="of a sweep: print how many combinations there are")
+    train.add_argument("--count", action="store_true", help="with -m: print the number of combinations")
     starter.add_arguments(add("init", starter.DESCRIPTION))
     plan = add(
         "plan",
@@ -100,13 +100,13 @@ def build_parser() -> argparse.ArgumentParser:
     bench = add(
         "bench",
         "Measure models on the held-out tasks: accuracy, pass@k, majority@k with confidence intervals, side by side on "
-        "one page (docs/bench.md). What is finished is not done again when repeated.",
+        "one page (docs/bench.md). The same command continues after a stop.",
     )
     bench.add_argument(
         "overrides",
         nargs="*",
         metavar="MODEL|override",
-        help="models: directory of an HF checkpoint, run:DIR, or run:DIR@STEP; and hydra overrides, e.g. "
+        help="models (directory of an HF checkpoint, run:DIR, or run:DIR@STEP), and hydra overrides, e.g. "
         "taskset.eval=math500.parquet evaluation.samples=8 evaluation.temperature=0.6",
     )
     bench.set_defaults(models=[])
@@ -114,11 +114,15 @@ def build_parser() -> argparse.ArgumentParser:
     explore = add(
         "explore",
         "Run the engines and the explorer of a run whose trainer is a separate program (`megarl train "
-        "run.mode=train`), in either order; ends with the run (docs/modes.md).",
+        "run.mode=train`); start them in any order. Ends with the run (docs/modes.md).",
     )
     explore.add_argument("overrides", nargs="*", help="hydra overrides, the same as the trainer's")
     explore.add_argument(
-        "--number", type=int, default=0, metavar="N", help="of several explore programs of a run, from 0: each its own"
+        "--number",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of this explore program, unique within the run, from 0",
     )
     scale = add(
         "scale",
@@ -126,56 +130,58 @@ def build_parser() -> argparse.ArgumentParser:
     )
     scale.add_argument("run_dir", metavar="RUN", help="the run's directory, e.g. runs/quickstart")
     scale.add_argument(
-        "settings", nargs="+", metavar="engines=N", help="engines to have; tp=M of each; and program=explore-1"
+        "settings",
+        nargs="+",
+        metavar="engines=N",
+        help="number of engines; or tp=M of each engine; program=explore-1 names the program",
     )
     store = add(
         "store",
-        "Run the PostgreSQL server of a run whose other parts are programs of their own (store=postgres); ends with "
-        "the run, or on SIGTERM (docs/modes.md).",
+        "Run the PostgreSQL server of a run whose engines and trainer are separate programs (store=postgres). Ends "
+        "with the run, or on SIGTERM (docs/modes.md).",
     )
     store.add_argument("overrides", nargs="*", help="hydra overrides, the same as the trainer's")
     data = add("data", data_command.DESCRIPTION)
     data_command.add_arguments(data)
-    doctor = add("doctor", "Say what this machine has: packages, kernels' path, ports, memory.")
+    doctor = add("doctor", "List what this machine has and lacks: packages, kernels, ports, memory.")
     doctor.add_argument("--host", default="127.0.0.1", help="address on which ports are tried (default %(default)s)")
     doctor.add_argument(
         "--bundle",
         metavar="RUN",
         help="also write megarl-bundle.zip here: logs, settings, metrics, versions of a run and of this machine, "
-        "without weights and rows, to show somebody why a job failed",
+        "without weights and rows, so that others can find out why a job failed",
     )
     report = add("report", "Write the HTML report, the reward curve and the answer samples of a run again.")
-    report.add_argument("run_dir", help="the run's directory, e.g. runs/quickstart; a sweep's: print its results")
-    add_arguments(
-        add("convert", "Convert checkpoints between HF and Megatron-Core, reshard them, print their content.")
+    report.add_argument(
+        "run_dir", help="the run's directory, e.g. runs/quickstart; for a sweep's directory: print its results"
     )
+    add_arguments(add("convert", "Convert checkpoints between HF and Megatron-Core, reshard them, list their content."))
     add_model.add_arguments(add("add-model", add_model.DESCRIPTION))
-    sandbox = add("sandbox", "Run programs in isolation: prove it on this machine, or serve it to others.")
+    sandbox = add("sandbox", "Test the sandbox for programs on this machine, or offer it to other machines.")
     actions = sandbox.add_subparsers(dest="action", required=True, metavar="action")
-    check = actions.add_parser("check", help="prove the isolation on this machine, or ask a service")
-    check.add_argument("--url", help="of a service (reward.code.url), whose key is in MEGARL_SANDBOX_KEY")
+    check = actions.add_parser("check", help="prove the isolation on this machine, or test a service")
+    check.add_argument("--url", help="URL of a service (reward.code.url), whose key is in MEGARL_SANDBOX_KEY")
     serve = actions.add_parser(
-        "serve", help="offer this machine's sandbox over HTTP; MEGARL_SANDBOX_KEY is the key to it"
+        "serve", help="offer this machine's sandbox over HTTP, with the key in MEGARL_SANDBOX_KEY"
     )
     serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     serve.add_argument("--port", type=int, default=8765, help="default %(default)s")
     serve.add_argument("--workers", type=int, help="programs at a time (default: one for each core)")
     serve.add_argument(
-        "--queue", type=int, default=64, help="requests that may wait (default %(default)s); others are refused for now"
+        "--queue", type=int, default=64, help="requests that may wait (default %(default)s); further ones are refused"
     )
     for action in (check, serve):
         action.add_argument(
-            "--python",
-            help="interpreter for programs, with its packages (reward.code.python); default: one that is found",
+            "--python", help="interpreter for programs, with its packages (reward.code.python); found by default"
         )
-    rewards = add("rewards", "Explain verdicts, or offer this machine's processes to a job (reward.hosts).")
+    rewards = add("rewards", "Explain verdicts, or offer this machine's reward workers to a job (reward.hosts).")
     rewards_actions = rewards.add_subparsers(dest="action", required=True, metavar="action")
     explain = rewards_actions.add_parser(
         "explain", help="print what a verifier asked for, read and compared for each row of a file (docs/rewards.md)"
     )
     explain.add_argument("file", help="parquet, json or jsonl file of verl's rows, each with a response")
     explain.add_argument("overrides", nargs="*", help="hydra overrides, e.g. 'reward.routes={my_set: math}'")
-    offer = rewards_actions.add_parser("serve", help="accept connections of a job; MEGARL_JOB_KEY is the key to it")
+    offer = rewards_actions.add_parser("serve", help="offer reward workers to a job, with the key in MEGARL_JOB_KEY")
     offer.add_argument("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     offer.add_argument("--port", type=int, default=8766, help="default %(default)s; 0 takes a free one and prints it")
     offer.add_argument(
@@ -184,7 +190,7 @@ def build_parser() -> argparse.ArgumentParser:
     offer.add_argument(
         "--output",
         default="reward_output.log",
-        help="file for what reward functions print, kept short (default %(default)s)",
+        help="file with the output of reward functions, truncated when long (default %(default)s)",
     )
     config = add("config", "Print the settings that overrides compose to, as JSON.")
     config.add_argument("overrides", nargs="*", help="hydra overrides")

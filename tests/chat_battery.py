@@ -146,8 +146,8 @@ CASES = {
 EQUAL, REFUSED, UNSEEN, OTHER_PROMPT, DROPPED = "equal", "refused", "unseen", "other prompt", "dropped"
 MEANING = {
     "does not look at": UNSEEN,
-    "otherwise than the prompt": OTHER_PROMPT,
-    "drops or cuts": DROPPED,
+    "in another way once the answer follows": OTHER_PROMPT,
+    "drops or truncates": DROPPED,
     "leaves out": DROPPED,
 }
 """What megarl refuses where transformers renders, by words of the message."""
@@ -262,12 +262,12 @@ This page lists how megarl renders published chat templates, compared with trans
 ```bash
 python -m tests.chat_battery docs/chat_templates.md  # writes this page; a test fails when it differs
 ```
-Texts and token ids are compared; if the last message is an answer, up to its end token. An entry has a template's
-models, its name and its end token, and then the cases that are not equal, by outcome. Templates, with source and
+Texts and token ids are compared, up to the end token if the last message is an answer. An entry names a template's
+models, the template and its end token, then lists by outcome the cases that are not equal. Templates, with source and
 licence: `tests/data/chat_templates/`. Rules for rows: [offline.md](offline.md#messages-and-templates).
 
 - equal: megarl and transformers give the same text and ids
-- refused: the template itself refuses the conversation, so megarl and transformers do
+- refused: the template itself refuses the conversation, so both megarl and transformers raise an error
 - unseen: megarl refuses a field that the template ignores; transformers drops it silently
 - dropped: megarl refuses, because the template leaves out a message, a call or a part of the answer
 - other prompt: megarl refuses, because the template renders another prompt before the answer than for sampling

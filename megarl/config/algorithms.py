@@ -157,8 +157,8 @@ class DistillConfig(ReinforcePPConfig):
 
 @dataclass(frozen=True)
 class AnyAlgorithmConfig(PPOConfig, MixConfig, PreferenceConfig, OPMDConfig, DistillConfig):
-    """Settings of all algorithms, for one in your own Python file. Names in brackets are the only algorithms with that
-    setting."""
+    """Settings of all algorithms; an algorithm in your own Python file has all of them. Names in brackets are the only
+    algorithms of megarl with that setting."""
 
 
 SETTINGS: dict[str, type[AlgorithmConfig]] = {

@@ -73,7 +73,7 @@ def _snapshot_of_run(path: str, used: str | None) -> str:
     if Path(used).parent != _cached(path) / "snapshots" or not _is_whole(Path(used)):
         return newest
     if newest != path:
-        log.warning("the run goes on with %s, though the cache's main branch is at %s", used, Path(newest).name)
+        log.warning("the run keeps %s, although the cache's main branch is at %s", used, Path(newest).name)
     return used
 
 

@@ -11,7 +11,7 @@ from megarl.config.bounds import Bound, Count, NonNegative, Positive, Seconds
 @dataclass(frozen=True)
 class SyncConfig:
     method: Literal["direct", "checkpoint"] = "direct"
-    """Way of the weights to the engines: over links, or as files in ``<run.dir>/weights``, for explore programs that
+    """Path of the weights to the engines: over links, or as files in ``<run.dir>/weights``, for explore programs that
     share only a file system and the store with the trainer (docs/modes.md)."""
     bucket_bytes: Annotated[int, Bound(4096)] = 8388608  # smaller ones cost a message for every few numbers
     """Upper bound of one transfer bucket; a sync needs at most two of them on either side."""
@@ -26,7 +26,7 @@ class SyncConfig:
     probe_tokens: Annotated[int, Bound(2, 2**20)] = 16
     """Length in tokens of the probe text; its log-probs on both sides are compared after every sync."""
     adapter: Literal["merged", "separate"] = "merged"
-    """Way of adapters to engines: ``merged`` into the model's weights, sending only tensors with an adapter;
+    """Form in which engines get adapters: ``merged`` into the model's weights, sending only tensors with an adapter;
     ``separate`` sends A and B, which vLLM applies itself (docs/lora.md)."""
     max_staleness: Annotated[int, Bound(0, 100)] = 0
     """Steps by which the sampling weights may lag behind the trained ones. 0 alternates sampling and training; above 0,

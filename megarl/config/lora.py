@@ -16,7 +16,7 @@ class LoraConfig:
     """Adapters of a trained model, which keeps its own weights unchanged (docs/lora.md)."""
 
     rank: NonNegative = 0
-    """Rows of each A and columns of each B; 0 trains the model itself."""
+    """Rank of the adapters: rows of each A and columns of each B; 0 trains the model itself."""
     alpha: Positive = 32.0
     """The product B·A is multiplied by ``alpha`` / ``rank``."""
     rslora: bool = False

@@ -65,10 +65,10 @@ class JudgeConfig:
 
 @dataclass(frozen=True)
 class FormatConfig:
-    """1 for a response of the wanted form, else 0 (DeepSeek-R1, 2501.12948 §2.2.2)."""
+    """1 for a response in the required form, else 0 (DeepSeek-R1, 2501.12948 §2.2.2)."""
 
     weight: RewardWeight = 0.0
-    """Weight of this part in the reward; 0 leaves it out."""
+    """Weight of the format reward in the score; 0 leaves it out."""
     form: Literal["think", "think_answer"] = "think_answer"
     """Required form: <think>…</think> then text, or then <answer>…</answer>; each tag once, in order, no text
     outside."""
@@ -79,7 +79,7 @@ class LengthConfig:
     """k1.5's length reward among the responses of a group (2501.12599 §2.3.3)."""
 
     weight: RewardWeight = 0.0
-    """Weight of this part in the reward; 0 leaves it out."""
+    """Weight of the length reward in the score; 0 leaves it out."""
     warmup_steps: NonNegative = 0
     """Steps at the start without the length reward."""
 
@@ -89,9 +89,9 @@ class RepetitionConfig:
     """The share of a response's n-grams of words that occur earlier in it, as a number from -1 to 0 (Open-R1)."""
 
     weight: RewardWeight = 0.0
-    """Weight of this part in the reward; 0 leaves it out."""
+    """Weight of the repetition reward in the score; 0 leaves it out."""
     ngram: Annotated[int, Bound(1, 100)] = 4
-    """Words of an n-gram."""
+    """Words of an n-gram in the repetition reward."""
 
 
 @dataclass(frozen=True)
@@ -99,9 +99,9 @@ class LanguageConfig:
     """The share of a response's words in one language (DeepSeek-R1, 2501.12948 §2.3.2)."""
 
     weight: RewardWeight = 0.0
-    """Weight of this part in the reward; 0 leaves it out."""
+    """Weight of the language reward in the score; 0 leaves it out."""
     language: Literal["prompt", "en", "zh"] = "prompt"
-    """Wanted language; ``prompt`` takes the question's."""
+    """Language that responses should have; ``prompt`` takes the question's language."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class RewardConfig:
     workers: Annotated[int, Bound(1, 1024)] = 1
     """Verifier processes on the explorer's node."""
     hosts: list[str] = field(default_factory=list)
-    """Further processes as HOST:PORT*N: N of them, at a ``megarl rewards serve`` on another node."""
+    """Further reward workers as HOST:PORT*N: N workers of a ``megarl rewards serve`` on another node."""
     timeout_s: Seconds = 10.0
     """Timeout in seconds of one response's verdict; after it the worker is killed."""
     retries: Annotated[int, Bound(0, 100)] = 1

@@ -35,19 +35,19 @@ class VisionTowerConfig:
     """Vision tower of a new model with model_type=qwen2_5_vl; other families have none."""
 
     depth: Count = 2
-    """Layers."""
+    """Layers of the vision tower."""
     hidden_size: Count = 64
-    """Width; a multiple of 4 times ``num_heads``."""
+    """Width of the vision tower; a multiple of 4 times ``num_heads``."""
     intermediate_size: Count = 128
-    """Width of the MLP."""
+    """Width of the vision tower's MLP."""
     num_heads: Count = 2
-    """Attention heads."""
+    """Attention heads of the vision tower."""
     patch_size: Annotated[int, Bound(1, 64)] = 7
     """Width and height of a patch in pixels."""
     spatial_merge_size: Annotated[int, Bound(1, 8)] = 2
     """Patches in each direction that become one image token."""
     window_size: Count = 28
-    """Width and height in pixels of the windows of attention, a multiple of ``patch_size`` * ``spatial_merge_size``."""
+    """Width and height in pixels of the attention windows, a multiple of ``patch_size`` * ``spatial_merge_size``."""
     full_attention_every: Count = 2
     """Interval of layers whose attention sees the whole image; other layers see a window."""
     max_image_tokens: Annotated[int, Bound(1, 16384)] = 16
@@ -67,7 +67,7 @@ class FromScratchConfig:
     intermediate_size: Count = 384
     """Width of the MLP."""
     num_hidden_layers: Count = 4
-    """Layers."""
+    """Number of layers."""
     num_attention_heads: Count = 4
     """Query heads."""
     num_key_value_heads: Count = 2
@@ -244,9 +244,9 @@ class WarmStartConfig:
     """Supervised steps before reinforcement learning, with the same trainer."""
 
     steps: NonNegative = 0
-    """Supervised steps; 0 for none."""
+    """Supervised steps before reinforcement learning; 0 for none."""
     batch_size: Count = 128
-    """Rows of a step."""
+    """Rows of a warm-start step."""
     checkpoint_interval: Count = 100
     """Steps between two checkpoints; a checkpoint of the warm start is removed once a later one is finished."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -261,14 +261,14 @@ class UpdateFilterConfig:
     """Treatment of an update whose loss or gradient norm is NaN or infinite: end the job; skip the update; or roll back
     to the newest checkpoint and go on with other tasks."""
     spike_factor: Annotated[float, Bound(1, above=True)] | None = None
-    """Factor over the median norm of that model's last ``spike_window`` updates above which a norm is a spike; None
+    """A gradient norm above this factor times the median of the model's last ``spike_window`` updates is a spike; None
     detects no spikes."""
     spike_window: Annotated[int, Bound(2, 10**6)] = 50
     """Updates in the median of ``spike_factor``."""
     on_spike: Literal["stop", "skip", "rollback"] = "skip"
-    """Treatment of an update with a spike."""
+    """Treatment of an update whose gradient norm is a spike."""
     max_bad_steps: Count = 5
-    """Consecutive steps with such an update after which the job ends."""
+    """Consecutive steps with a non-finite or spiking update after which the job ends."""
 
 
 Offload = Literal["none", "memory", "disk"]
@@ -384,11 +384,11 @@ class RolloutConfig:
     max_response_tokens: Count = 64
     """Most tokens of a response; longer ones are truncated, with finish reason ``length``."""
     segment_tokens: Count | None = None
-    """Tokens after which an unfinished response is saved to the store, so that it can resume there after a death
+    """Tokens after which an unfinished response is saved to the store, so that it resumes there if a process dies
     (docs/asynchrony.md). None saves only whole groups."""
     max_repeats: Annotated[int, Bound(2)] | None = None
-    """Repetitions in a row, at the end of a segment, of one sequence of at most 256 tokens that end a response
-    (docs/asynchrony.md). None never stops a repetition."""
+    """Number of consecutive repetitions of a sequence (of at most 256 tokens) at the end of a segment that ends the
+    response (docs/asynchrony.md). None never stops a repetition."""
     budget_tokens: Count | None = None
     """Partial rollouts: tokens after which a trajectory of a later step pauses until the next publication of weights,
     then continues with them. None never pauses."""
@@ -439,7 +439,7 @@ class RolloutConfig:
     retries: Annotated[int, Bound(0, 100)] = 2
     """Retries of a trajectory, with the same seeds, after an error of its workflow or environment."""
     wrong_ends: list[WrongEnd] = field(default_factory=list, hash=False)
-    """Ends that count as a wrong response with score 0, because the policy may have caused them (docs/agents.md)."""
+    """Ends that count as a wrong response with score 0, because the policy may have caused them (docs/workflows.md)."""
     concurrent_groups: Count = 64
     """Groups that the explorers keep in flight."""
     explorers: Annotated[int, Bound(1, 256)] = 1
@@ -486,7 +486,7 @@ class RolloutConfig:
     tool_memory_mib: Annotated[int, Bound(64)] = 1024
     """MiB of memory of a trajectory's Python session."""
     tool_python: str | None = None
-    """Interpreter of the tool ``python``, with its packages; None as for ``reward.code.python``."""
+    """Interpreter of the tool ``python``, with its packages; None takes the default of ``reward.code.python``."""
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Settings of the environment, of ``best_of_n`` (docs/workflows.md), or of your own workflow, passed as
     ``options``."""
@@ -596,16 +596,16 @@ class TeacherConfig:
     max_failures: Count = 32
     """Trajectories in a row without scores from ``url`` that end the job."""
     sources: list[str] = field(default_factory=list, hash=False)
-    """``data_source`` of the tasks that it teaches: exact names, or prefixes that end in ``/``; an empty list for those
-    that no other teacher names."""
+    """``data_source`` of the teacher's tasks: exact names, or prefixes that end in ``/``; an empty list for tasks that
+    no other teacher names."""
     weight: Coefficient = 1.0
-    """Factor of its log-ratio in the advantage."""
+    """Factor of the teacher's log-ratio in the advantage."""
     parallel: ParallelConfig | None = None
-    """Its own grid on the same ranks; None takes the actor's."""
+    """Grid of the teacher on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Its compute type; null takes the model's."""
+    """Compute type of the teacher; null takes the model's."""
     offload: Offload = "none"
-    """Place of its parameters in the phases that do not need them."""
+    """Place of the teacher's parameters in phases that do not need them."""
 
 
 @dataclass(frozen=True)

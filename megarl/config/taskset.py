@@ -80,7 +80,7 @@ class TasksetConfig:
     priority_floor: Positive = 0.1
     """Constant added to a task's priority 1 - success, so that solved tasks are drawn again."""
     warm_start: str | None = None
-    """Parquet, json or jsonl file of rows with a ``response``."""
+    """Parquet, json or jsonl file of demonstrations for the warm start: rows with a ``response``."""
     expert: str | None = None
     """Parquet, json or jsonl file of rows with a ``response``: the expert rows of mix, imported into the store at a
     job's start; None keeps rows imported by ``megarl data import-experts FILE``."""

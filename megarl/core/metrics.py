@@ -109,7 +109,7 @@ class MetricWriter:
                 board.flush()
             except OSError as error:  # its thread has ended with the error
                 self._boards = {}
-                log.warning("TensorBoard is left out from here on: %s; training goes on", error)
+                log.warning("TensorBoard gets no more metrics in this start: %s; training continues", error)
         for tracker in self._trackers:
             tracker.write(step, metrics, warm_start)
         self._lines.append({"step": step, **metrics})
@@ -148,7 +148,7 @@ class Lines:
             self._file.truncate(before)
             if not self._full:
                 log.warning(
-                    "%s cannot be written: %s; records are left out until it can, training goes on", self._path, error
+                    "%s cannot be written: %s; records are dropped until it can; training continues", self._path, error
                 )
             self._full = True
         else:

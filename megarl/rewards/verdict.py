@@ -24,17 +24,17 @@ MAX_REASON = 2000
 ANSWER = "answer"
 """Part with the verifier's score if there are other parts."""
 USER_PART = "user_"
-"""Prefix of a reward function's part that has the name of one of megarl's."""
+"""Prefix added to a reward function's part if megarl has a part with the same name."""
 
 
 def to_verdict(result: Any) -> dict[str, Any]:
     """Convert a number, or a dict with ``score``, to ``{score, status, parts}``; for an error also ``reason``, if
     given.
 
-    Numeric entries of a dict and of its ``parts`` are kept as parts. ``status`` is the dict's; else ok / wrong by its
-    ``acc`` (a bool or a number, right from 1 on); else ok from a score of 1.0 on. Scalars of numpy and torch are
-    numbers. Raises TypeError or ValueError for another or a non-finite result, more than MAX_PARTS parts, or a part
-    whose name is too long or invalid text.
+    Numeric entries of a dict and of its ``parts`` are kept as parts. Without a ``status`` in the dict, the status is ok
+    if its ``acc`` (a bool or a number) is at least 1, else wrong; without ``acc``, the score decides in the same way.
+    Scalars of numpy and torch are numbers. Raises TypeError or ValueError for a result of another type or a non-finite
+    one, more than MAX_PARTS parts, or a part whose name is too long or invalid text.
     """
     if not isinstance(result, Mapping):
         score = _number(result, "the result")
@@ -65,8 +65,8 @@ def to_verdict(result: Any) -> dict[str, Any]:
 
 
 def with_question(extra_info: Mapping[str, Any] | None, question: str) -> dict[str, Any]:
-    """Return ``extra_info`` with the prompt's last message as ``question`` if it has none: verifiers detect answers
-    that only repeat it."""
+    """Return ``extra_info`` with the prompt's last message as ``question`` unless it has one: verifiers use it to
+    detect answers that only repeat the question."""
     info = dict(extra_info or {})
     return info if info.get("question") else info | {"question": question}
 
@@ -114,7 +114,7 @@ def _check_names(parts: Mapping[str, float]) -> None:
     """Raise ValueError for too many parts, or a name that is too long or cannot be stored as UTF-8."""
     if len(parts) > MAX_PARTS:
         raise ValueError(
-            f"compute_score returned {len(parts)} parts; at most {MAX_PARTS} numbers may stand beside 'score'"
+            f"compute_score returned {len(parts)} parts; at most {MAX_PARTS} numbers are allowed beside 'score'"
         )
     for name in parts:
         if len(name) > MAX_NAME or name != without_surrogates(name):

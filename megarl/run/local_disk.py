@@ -181,7 +181,7 @@ class Parking:
                 f"{away.path} of this host, {away.host}, is gone" if here else f"they are on {away.host}: {away.path}"
             )
             if self._token:
-                raise JobError(f"the store's data have gone while the server was up: {lost}")
+                raise JobError(f"the store's data disappeared while the server was running: {lost}")
             if self.use != "job":
                 raise ConfigError(
                     f"the data of the store are not in {self.home}: {lost}; run the command there, or start the job "

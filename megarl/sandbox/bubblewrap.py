@@ -1,7 +1,7 @@
 """Bubblewrap (``bwrap``): the one place that writes its command line and starts it.
 
-A program inside always has separate namespaces (files, processes, network, users) and no capabilities, and ends with
-its starting thread.
+A program inside always has separate namespaces (files, processes, network, users) and no capabilities. It is killed
+when the thread that started it ends.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def command(
 
 
 def as_they_are(paths: Sequence[str]) -> list[str]:
-    """Return arguments that mount folders read-only at their path, and links as links; missing ones are left out."""
+    """Return arguments that mount folders read-only at their path and keep links; missing paths are left out."""
     arguments = []
     for path in paths:
         if os.path.islink(path):
@@ -84,7 +84,7 @@ def as_they_are(paths: Sequence[str]) -> list[str]:
 
 
 def start(words: Sequence[str], passed: Sequence[int], user: int | None) -> subprocess.Popen[bytes]:
-    """Start a command line as ``user``, with none of this process's descriptors but ``passed`` and no variables.
+    """Start a command line as ``user``, with only the descriptors ``passed`` and without environment variables.
 
     Raises SandboxError if bwrap is missing or cannot be run.
     """
@@ -98,7 +98,7 @@ def start(words: Sequence[str], passed: Sequence[int], user: int | None) -> subp
 
 
 def popen_user(user: int | None) -> dict[str, Any]:
-    """Return arguments of ``subprocess`` that start a program as ``user``; none for None, our own user."""
+    """Return arguments of ``subprocess`` that start a program as ``user``; ``{}`` for None, which keeps our user."""
     return {} if user is None else {"user": user, "group": user, "extra_groups": []}
 
 

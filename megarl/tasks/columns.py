@@ -30,8 +30,8 @@ def check_fields(columns: Mapping[str, str], kind: Kind = "tasks") -> None:
     unknown = [name for name in columns if name not in known and not (name.startswith(ENTRY) and name != ENTRY)]
     if unknown:
         raise ConfigError(
-            f"taskset.columns has {unknown[0]!r}, which is no field of {kind}; there are {', '.join(known)} and "
-            f"{ENTRY}NAME"
+            f"taskset.columns has {unknown[0]!r}, which is not a field of {kind}; the fields are {', '.join(known)} "
+            f"and {ENTRY}NAME"
         )
 
 

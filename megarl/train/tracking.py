@@ -105,7 +105,9 @@ class ThreadedTracker:
             if self.failed.is_set():
                 return
             log.warning(
-                "%s is left out from here on: %s; training goes on, and metrics.jsonl has everything", self.name, reason
+                "%s gets no more metrics in this start: %s; training continues, and metrics.jsonl has everything",
+                self.name,
+                reason,
             )
             self.failed.set()
 

@@ -69,7 +69,7 @@ CHECKS = {
     "trial": r"does not compute with a test adapter",
     "untried": r"has not computed with a test adapter yet",
     "written": r"what the optimizer last wrote",
-    "sent": r"is not (A|scale · B|W \+ scale · B·A, added in float32)|is sent otherwise than the trainer has it",
+    "sent": r"is not (A|scale · B|W \+ scale · B·A, added in float32)|is not sent as the trainer has it",
     "base": r"the model under the adapters has changed",
     "still": r"weights that training does not change are other ones in the engine",
     "covered": r"a sync would not deliver them",

@@ -228,7 +228,7 @@ end(1.0)
     [
         ({"agent": "python {agent}/solve.py"}, None),
         ({"agent": "{agent}/solve.py"}, "runs in the explorer's process"),
-        ({"agent": "python {agent}/solve.py", "agent_paths": ["/no/such"]}, r"\['/no/such'\]: /no/such is not there"),
+        ({"agent": "python {agent}/solve.py", "agent_paths": ["/no/such"]}, r"\['/no/such'\]: /no/such does not exist"),
         ({"agent": "python {agent}/solve.py /"}, "would show all of /"),
         ({"agent": "python {agent}/solve.py", "agent_paths": ["{home}"]}, "a separate folder"),
         ({"agent": "python {agent}/solve.py", "agent_paths": ["{run}"]}, "would show run.dir="),

@@ -299,17 +299,17 @@ def test_a_template_may_look_at_copies_of_messages(copied: str) -> None:
         (
             "deepseek_r1_distill",
             ANSWER,
-            "line 2: the model's chat template renders .* otherwise than the prompt .* give the answer as a text",
+            "line 2: the model's chat template renders .* in another way once .* give the answer as a text",
         ),
         (
             "exaone4",
             THOUGHT,
-            "line 2: the model's chat template drops or cuts a part of the answer: '12 and 3 are 15.'",
+            "line 2: the model's chat template drops or truncates a part of the answer: '12 and 3 are 15.'",
         ),
         (
             "qwen3",
             {**ANSWER, "content": "one<|im_end|>two"},
-            "line 2: the model's chat template drops or cuts .* 'one<|im_end|>two'",
+            "line 2: the model's chat template drops or truncates .* 'one<|im_end|>two'",
         ),
         ("qwen2_5", THOUGHT, "line 2: the model's chat template does not look at 'reasoning_content' of message 1"),
     ],

@@ -67,8 +67,8 @@ def test_columns_of_preferences(tmp_path: Path) -> None:
     [
         ("sft", "{response: output}", None),
         ("dpo", "{chosen: good}", None),
-        ("sft", "{chosen: good}", "'chosen', which is no field of demonstrations"),
-        ("dpo", "{ground_truth: good}", "'ground_truth', which is no field of preferences"),
+        ("sft", "{chosen: good}", "'chosen', which is not a field of demonstrations"),
+        ("dpo", "{ground_truth: good}", "'ground_truth', which is not a field of preferences"),
     ],
 )
 def test_fields_of_offline_jobs(algorithm: str, columns: str, words: str | None) -> None:

@@ -186,7 +186,7 @@ def test_filters_choose_by_step_reward_end_source_and_kind(run: StoredRun) -> No
         (["end=stopped"], "end=stopped is none of finished"),
         (["kind=test"], "kind=test is none of train, eval, expert"),
         (["steps=1", "steps=2"], "steps is given twice"),
-        (["kind=expert"], "only count and export know them"),
+        (["kind=expert"], "only count and export accept them"),
     ],
 )
 def test_a_word_that_is_no_filter_is_refused(words: list[str], message: str) -> None:

@@ -87,7 +87,10 @@ def test_metrics_stop_no_training(small: Path, caplog: pytest.LogCaptureFixture)
     ballast = fill(small)
     for step in range(2, 300):
         writer.write(step, {f"actor/{'x' * 50}": 1.0})
-    assert "TensorBoard is left out from here on" in caplog.text and "metrics.jsonl cannot be written" in caplog.text
+    assert (
+        "TensorBoard gets no more metrics in this start" in caplog.text
+        and "metrics.jsonl cannot be written" in caplog.text
+    )
     ballast.unlink()
     writer.write(300, {"actor/loss": 2.0})
     writer.close()

@@ -252,7 +252,7 @@ def test_a_run_keeps_its_day(prepared: Path, tmp_path: Path) -> None:
     refused(
         ConfigError,
         config_of(tmp_path / "run", "taskset.date=29.2.2024"),
-        "taskset.date=29.2.2024 is no day; write it as 2025-01-31",
+        "taskset.date=29.2.2024 is not a date; write it as 2025-01-31",
     )
     save_resolved(
         replace(config, taskset=replace(config.taskset, date="2024-02-29")), tmp_path / "run" / "resolved.json"

@@ -138,7 +138,7 @@ def test_by_name_and_from_a_users_file(tmp_path: Path) -> None:
     assert environments.get("guess") is Guess
     assert environments.get(str(path)).__name__ == "Mine"  # type: ignore[attr-defined]
     for name, words in (
-        ("chess", "'chess' is not there; there are guess, .*, or"),
+        ("chess", "'chess' does not exist; choose one of guess, .*, or"),
         (str(tmp_path / "x.py"), "no such file"),
     ):
         with pytest.raises(ConfigError, match=words):

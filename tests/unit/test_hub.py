@@ -107,7 +107,7 @@ def test_a_run_keeps_the_snapshot_that_it_began_with(
     (hub / "models--Some-Org--Tiny-0.5B" / "refs" / "main").write_text("def456")
     config = compose(words)
     assert {config.model.path, config.critic.path, config.teachers["t"].path} == {str(first)}
-    assert f"goes on with {first}, though the cache's main branch is at def456" in caplog.text
+    assert f"the run keeps {first}, although the cache's main branch is at def456" in caplog.text
     assert compose([*words[:-1], f"run.dir={tmp_path / 'other'}"]).model.path == str(second)
     given = [f"model.path={second}" if word == f"model.path={NAME}" else word for word in words]
     assert compose(given).model.path == str(second), "a path is taken as it is"

@@ -509,7 +509,7 @@ def test_what_is_installed_is_built_for_where_the_job_computes(
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("reward.routes.gsm8k=riddles", "reward.routes.gsm8k=riddles is no family of verifiers"),
+        ("reward.routes.gsm8k=riddles", "reward.routes.gsm8k=riddles is not a family of verifiers"),
         ("reward.hosts=[127.0.0.1:9*1]", "MEGARL_JOB_KEY is not"),
         ("reward.path=/nonexistent.py", "reward.path=/nonexistent.py: no such file"),
         ("store.url=mysql://host/db", "store.url"),

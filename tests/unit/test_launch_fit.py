@@ -203,7 +203,7 @@ def test_a_plan_says_who_would_run_where() -> None:
         "node 0 n0: trainer ranks 0-1, engine 0, explorer and reward workers",
         "node 1 n1: trainer ranks 2-3, engine 1, reward workers",
         "node 2 n2: nothing",
-        "mode both: the job ends when each trainer rank has",
+        "mode both: the job ends when each trainer rank has ended",
     ]
     large = job(8, tp=2, replicas=8)
     assert planned(large, nodes(8)).splitlines()[1] == (

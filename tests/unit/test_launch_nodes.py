@@ -205,7 +205,7 @@ def test_components_of_a_heterogeneous_job() -> None:
     ("count", "roles", "overrides", "words"),
     [
         (3, "", ["parallel=dp2"], "2 ranks do not spread evenly over 3 trainer nodes"),
-        (2, "rt", [], "node 0 must be one of the trainer's"),
+        (2, "rt", [], "node 0 must be a trainer node"),
         (2, "tt", [], "rollout.nodes=1"),
         (2, "", ["rollout.nodes=2", "parallel=dp2"], "rollout.nodes=2 must divide the 1 workers"),
     ],

@@ -299,7 +299,7 @@ def test_a_tool_that_reads_leaves_parked_data_alone(tmp_path: Path) -> None:
 def test_data_that_are_removed_under_a_server_are_not_replaced(tmp_path: Path) -> None:
     place = Runs(tmp_path).taken()
     shutil.rmtree(place.folder)
-    with pytest.raises(JobError, match=f"have gone while the server was up: {place.folder} of this host"):
+    with pytest.raises(JobError, match=f"disappeared while the server was running: {place.folder} of this host"):
         place.take()
 
 

@@ -171,7 +171,7 @@ def test_what_an_operator_may_not_do_names_it_and_the_group(tmp_path: Path, ruli
 @pytest.mark.parametrize(
     ("operators", "message"),
     [
-        ({"dedup": {}}, r"buffer\.operators\.dedup is not there; there are duplicates, degenerate, .* or give"),
+        ({"dedup": {}}, r"buffer\.operators\.dedup does not exist; choose one of duplicates, degenerate, .* or give"),
         ({"length": 3}, r"buffer\.operators\.length=3 must be its settings"),
         ({"length": {"most": 3}}, r"unknown setting 'buffer\.operators\.length\.most'.*min_tokens"),
         ({"length": {"max_tokens": "512"}}, r"buffer\.operators\.length\.max_tokens='512'"),

@@ -193,7 +193,7 @@ def test_report_holds_the_numbers(run_dir: Path) -> None:
         "parallel.tp 2 1",
         "What is 20 + 20? 40",
         str(run_dir / "hf"),
-        "generation 0.30 s, reward 0.30 s, both at once 0.20 s",
+        "generation 0.30 s, reward 0.30 s, both at the same time 0.20 s",
         "sft/loss",
         "✓ right",
         "✗ wrong",
@@ -259,7 +259,7 @@ def test_what_was_left_out_of_training_is_shown_by_reason(run_dir: Path) -> None
     store.close()
     words = Page(page(load(run_dir))).text
     assert "all_right group whose responses are all right: no gradient (algorithm.dynamic_sampling) 36 18.0%" in words
-    assert "mine as an operator of the run names it 1 0.5% 1 0.1%" in words
+    assert "mine reason given by an operator of the run 1 0.5% 1 0.1%" in words
     found = load(run_dir).dropped
     assert [(text[:7], steps) for text, steps in found] == [("step 1,", 2), ("step 1,", 1)] and "g-1" in found[0][0]
     assert "left out of training: 37 of the sampled trajectories, 18.5% (all_right 36, mine 1)" in summary(run_dir)
@@ -329,7 +329,7 @@ def test_samples_do_not_know_the_outcome(run_dir: Path) -> None:
 def test_job_that_was_only_started(tmp_path: Path) -> None:
     save_resolved(make_config(tmp_path, 5), tmp_path / "resolved.json")
     text = Page(write_report(tmp_path).read_text()).text
-    assert "No held-out accuracy yet" in text and "not finished: 0 of 5 steps" in text and "is not there" in text
+    assert "No held-out accuracy yet" in text and "not finished: 0 of 5 steps" in text and "does not exist" in text
     assert not (tmp_path / "store.db").exists(), "a report makes no store"
     assert "not exported yet" in summary(tmp_path)
 
@@ -358,7 +358,7 @@ def test_stopped_after_the_first_evaluation(run_dir: Path) -> None:
     (run_dir / "model" / "tokenizer.json").unlink()
     text = Page(write_report(run_dir).read_text()).text
     assert "not finished: 2 of 30 steps" in text and "no answer" in text
-    assert "tokenizer.json is not there: answers are shown as token ids." in text
+    assert "tokenizer.json does not exist: answers are shown as token ids." in text
 
 
 def test_damaged_answers_are_left_out_and_noted(run_dir: Path) -> None:

@@ -78,7 +78,7 @@ def changed(path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "said"),
     [
-        (changed, "came back from disk as other bytes than left: storage 1 of 2"),
+        (changed, "came back from disk with other bytes than it left with: storage 1 of 2"),
         (lambda path: os.truncate(path, 16), "has 16 bytes, 192 were written"),
         (os.unlink, "critic.optimizer cannot come back from disk"),
     ],

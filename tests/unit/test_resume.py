@@ -294,7 +294,10 @@ def test_rows_that_responses_are_to_must_not_change(
     further = Selected([ROWS[0], row(1, "3"), *ROWS[2:], row(3, "4")], {})
     job.fill_store(config, {"train": further}, 2, config)
     assert [task.task_id for task in store.tasks.read("train")] == [f"train/{number}" for number in range(4)]
-    assert "1 rows that the run has not used yet have changed or gone since its last start; the first is" in caplog.text
+    assert (
+        "1 rows that the run has not used yet have changed or disappeared since its last start; the first is"
+        in caplog.text
+    )
     for attempt, others in enumerate(([row(0, "7"), *ROWS[1:]], ROWS[1:]), 3):
         if saved:
             with pytest.raises(ConfigError, match=r"responses to 1 rows that have changed .*row 1 \(taskset.train\)"):

@@ -649,12 +649,9 @@ def test_who_waits_for_a_worker_is_told_when_the_pool_closes_or_gets_stuck(
 
 def test_the_page_names_every_prefix_with_its_family() -> None:
     page = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text()
-    entries = " ".join(page.split("## Which verifier")[1].split("Rows are verl's")[0].split()).split("- **")
-    listed = {}
-    for entry in entries[1:]:
-        family = re.search(r"Family: `(\w+)`", entry)
-        assert family is not None, entry
-        listed |= dict.fromkeys(re.findall(r"`([^`]+)`", entry.split("**")[0]), family[1])
+    table = page.split("## Which verifier")[1].split("Rows are verl's")[0]
+    rows = re.findall(r"^\| (`.*`) \| `(\w+)` \|", table, re.MULTILINE)
+    listed = {prefix: family for prefixes, family in rows for prefix in re.findall(r"`([^`]+)`", prefixes)}
     assert {prefix.rstrip("/"): family for prefix, family in listed.items()} == ROUTES
 
 

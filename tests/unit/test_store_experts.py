@@ -157,7 +157,7 @@ def test_the_command_imports_every_format_and_refuses_all_for_one_row(
     for new in (1, 0):
         caplog.clear()
         assert main(["data", "import-experts", *good, good[0], *SMALL, *end]) == 0
-        assert f"{good[2]}: 1 rows, {new} new, {1 - new} were there" in caplog.text
+        assert f"{good[2]}: 1 rows, {new} new, {1 - new} already stored" in caplog.text
         assert "3 expert rows in the store" in caplog.text
     store = Store(f"sqlite:///{tmp_path}/store.db")
     found = [each for part in store.experts.read() for each in part]

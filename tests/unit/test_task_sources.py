@@ -59,7 +59,7 @@ def test_a_rows_own_data_source_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "error", "words"),
     [
-        ({"answer": "answer"}, ConfigError, r"taskset.columns has 'answer', which is no field .* ground_truth"),
+        ({"answer": "answer"}, ConfigError, r"taskset.columns has 'answer', which is not a field .* ground_truth"),
         (
             {"prompt": "quest"},
             DataError,

@@ -195,9 +195,9 @@ def test_results_in_other_templates(tmp_path: Path, name: str) -> None:
     ("changes", "words"),
     [
         ({"tools": []}, rf"needs rollout\.tools: {', '.join(OWN)}, or Python files"),
-        ({"tools": ["search"]}, rf"rollout\.tools=search is not there; there are {', '.join(OWN)}, or give"),
+        ({"tools": ["search"]}, rf"rollout\.tools=search does not exist; choose one of {', '.join(OWN)}, or give"),
         ({"tools": ["calculator", "calculator"]}, "two tools of the name calculator"),
-        ({"tools": ["calculator"], "tool_format": "xml"}, r"rollout\.tool_format='xml' is not there; there are"),
+        ({"tools": ["calculator"], "tool_format": "xml"}, r"rollout\.tool_format='xml' does not exist; choose one of"),
         ({"tools": ["calculator"], "max_trajectory_tokens": None}, r"rollout\.max_trajectory_tokens is not set"),
         ({"tools": ["/nowhere.py"]}, "no such file"),
         ("x = 1", "has no function"),

@@ -92,7 +92,7 @@ def test_a_failure_is_logged_once_and_training_goes_on(
         writer.close()
     assert [record["step"] for record in lines(tmp_path)] == [0, 1, 2, 3]
     [message] = [record.getMessage() for record in caplog.records]
-    assert message.startswith("memory is left out from here on: ") and ("no login" in message) == (
+    assert message.startswith("memory gets no more metrics in this start: ") and ("no login" in message) == (
         when == "at the start"
     )
 
@@ -134,7 +134,7 @@ def test_a_queue_that_is_full_ends_the_tracker(
         for step in range(4):
             tracker.write(step, {"a": 1.0}, False)
         tracker.close()
-    assert [record.getMessage()[:27] for record in caplog.records] == ["memory is left out from her"]
+    assert [record.getMessage()[:27] for record in caplog.records] == ["memory gets no more metrics"]
     release.set()
 
 

@@ -16,7 +16,7 @@ def test_by_name() -> None:
         *workflows.WORKFLOWS
     ]
     others = ", ".join((*workflows.WORKFLOWS, "tools", "environment", "agent"))
-    with pytest.raises(ConfigError, match=f"'debate' is not there; there are {others}, or give a Python file"):
+    with pytest.raises(ConfigError, match=f"'debate' does not exist; choose one of {others}, or give a Python file"):
         workflows.get(RolloutConfig(workflow="debate"))
 
 

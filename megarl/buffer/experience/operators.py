@@ -242,7 +242,7 @@ def _operator(name: str, settings: Any) -> tuple[Operate, dict[str, Any]]:
     path = given.pop("file", None)
     if path is None and name not in OPERATORS:
         raise ConfigError(
-            f"{SETTING}.{name} is not there; there are {', '.join(OPERATORS)}, or give {SETTING}.{name}.file, a "
+            f"{SETTING}.{name} does not exist; choose one of {', '.join(OPERATORS)}, or give {SETTING}.{name}.file, a "
             "Python file with def operate(members)"
         )
     if path is None:

@@ -113,7 +113,7 @@ class StreamSilence:
         elif time.monotonic() - self._frame_since > self._timeout_s:
             raise EngineError(
                 f"the engine at {self._url} sent part of a frame and has not ended it for {self._timeout_s:g} s "
-                f"(rollout.request_timeout_s={self._timeout_s:g}); its log has its last words"
+                f"(rollout.request_timeout_s={self._timeout_s:g}); see the end of its log"
             )
 
     def beat(self, heartbeat: StreamHeartbeat) -> None:
@@ -128,7 +128,7 @@ class StreamSilence:
         if self._silent_s > self._timeout_s:
             raise EngineError(
                 f"the engine at {self._url} is up, but has generated no token for {self._silent_s:g} s "
-                f"(rollout.request_timeout_s={self._timeout_s:g}); its log has its last words"
+                f"(rollout.request_timeout_s={self._timeout_s:g}); see the end of its log"
             )
 
 
@@ -241,9 +241,7 @@ class EngineClient:
             raise EngineError(f"the engine at {url} sent a broken stream: {error}") from error
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise EngineError(
-                f"the engine at {url} is gone or silent ({reason}); its log has its last words"
-            ) from error
+            raise EngineError(f"the engine at {url} is gone or silent ({reason}); see the end of its log") from error
 
 
 def _refusal(url: str, status: int, reason: str) -> EngineError:

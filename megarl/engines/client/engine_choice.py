@@ -141,7 +141,7 @@ class EngineChoice:
             self.outstanding[url] -= 1
             if time.monotonic() > self.left_out[url] and not self._samples.get(url, False):
                 self._samples[url] = True  # a sample came in time before the failure
-                log.info("the engine at %s samples", url)
+                log.info("the engine at %s is sampling", url)
 
         self.outstanding[url] += samples
         try:
@@ -154,12 +154,12 @@ class EngineChoice:
         self.left_out[url] = time.monotonic() + LEFT_OUT_S
         if self._samples.get(url, True):
             self._samples[url] = False
-            log.warning("%s; asking again for the samples of its failed calls", why)
+            log.warning("%s; requesting the samples of its failed calls again", why)
 
     def refused(self, row: EngineRow, why: object) -> None:
         """Record that an engine refused a request that fits its row; logged once per row."""
         if row.url not in self._refused or self._refused[row.url][0] != row:
-            log.info("%s; others are asked, or this one again", why)
+            log.info("%s; the request goes to another engine, or to this one again", why)
         self._refused[row.url] = row, time.monotonic() + REFUSED_S
 
     def _refuses(self, row: EngineRow) -> bool:

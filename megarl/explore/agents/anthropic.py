@@ -67,7 +67,7 @@ def response_of(reply: Reply, number: str, body: Mapping[str, Any]) -> dict[str,
 
 
 def events_of(reply: Reply, number: str, body: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the same as server-sent events, each block in one piece."""
+    """Yield ``response_of`` as server-sent events, each block in one piece."""
     whole = response_of(reply, number, body)
     usage = whole["usage"]
     begun = whole | {"content": [], "stop_reason": None, "usage": usage | {"output_tokens": 0}}

@@ -66,7 +66,7 @@ class CommandSandbox:
             raise ConfigError(f"rollout.agent_sandbox=true, but bwrap is not on the PATH: {FIX}")
         missing = [path for path in paths if not os.path.exists(path)]
         if missing:
-            raise ConfigError(f"rollout.agent_paths={list(paths)}: {missing[0]} is not there")
+            raise ConfigError(f"rollout.agent_paths={list(paths)}: {missing[0]} does not exist")
         own = [_folder(Path(word)) for word in words if os.path.exists(word)]
         named = [*own, *(Path(path).absolute() for path in paths)]
         shown = [*_interpreter(Path(sys.executable)), *_interpreter(Path(shutil.which(words[0]) or words[0])), *named]

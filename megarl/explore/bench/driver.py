@@ -132,7 +132,7 @@ class BenchDriver:
         self._files.prove()
         task_ids = self._store.tasks.ids("eval")
         if self._store.rollouts.is_requested(ROLLOUT):
-            log.info("going on: answers to %d of %d tasks are there", *self._store.rollouts.progress(ROLLOUT))
+            log.info("continuing: %d of %d tasks are answered", *self._store.rollouts.progress(ROLLOUT))
         else:
             sampling = evaluation_sampling(config, 0)
             self._store.rollouts.request(ROLLOUT, "eval", 0, FROM_FILES, task_ids, config.evaluation.samples, sampling)

@@ -72,8 +72,8 @@ def get(name: str) -> MakeEnvironment:
         return own
     if not name.endswith(".py"):
         raise ConfigError(
-            f"rollout.environment={name!r} is not there; there are {', '.join(ENVIRONMENTS)}, or give a Python file "
-            "(.py)"
+            f"rollout.environment={name!r} does not exist; choose one of {', '.join(ENVIRONMENTS)}, or give a Python "
+            "file (.py)"
         )
     wanted = "make(task), which begins an episode"
     make = getattr(import_file(name, "rollout.environment", wanted), "make", None)

@@ -52,7 +52,7 @@ class Gymnasium:
         """Raise ConfigError unless the package and the environment exist, and responses can express its actions."""
         checked("gymnasium", options, OPTIONS, {"id": "FrozenLake-v1"})
         if importlib.util.find_spec("gymnasium") is None:
-            raise ConfigError("rollout.environment=gymnasium: the package is not there; pip install gymnasium")
+            raise ConfigError("rollout.environment=gymnasium: the package is not installed; pip install gymnasium")
         import gymnasium
 
         try:

@@ -36,7 +36,7 @@ class NewestVersion:
         """Return the version; None before the first. Blocks. Queries the store only if there are new folders."""
         whole = whole_versions(self._run_dir)
         if set(whole) - set(self._known):
-            # A store belongs to one thread, and calls come from several.
+            # A store may be used by one thread only, and several threads call this.
             with closing(Store(self._store.url, read_only=True, outage_s=self._store.outage_s)) as store:
                 self._known = sorted(store.pacing.version_steps(whole))
         return max(set(whole) & set(self._known), default=None)
@@ -45,10 +45,10 @@ class NewestVersion:
 class FileFeeder:
     """Loads the newest published weights into a program's engines, and records them in the engines' rows.
 
-    One explorer of a program does so; the others read the rows.
+    One explorer of a program has a feeder; the others read the rows.
 
     Args:
-        engine_of: Returns the engine of a row as one that takes files.
+        engine_of: Returns the engine of a row, as an engine that loads files.
         newest: Returns the newest complete version, None before the first; blocks.
     """
 
@@ -76,7 +76,7 @@ class FileFeeder:
         Args:
             delivered: ``Store.engines.delivered``, in the store's thread.
 
-        Raises EngineError if an engine computes with other weights than published.
+        Raises EngineError if an engine computes with weights other than the published ones.
         """
         while True:
             newest = await asyncio.to_thread(self._newest)

@@ -54,7 +54,7 @@ class TrajectorySettings:
     retry_s: float = 0.5
     """First wait in seconds before a retry of a trajectory or of failed samples; each wait doubles."""
     rewards: RewardConfig = field(default_factory=RewardConfig)
-    """Weights of form, repetition and language, for rewards given by a workflow."""
+    """Weights of format, repetition and language, for rewards given by a workflow."""
     wrong_ends: Collection[End] = ()
     """Ends that count as a wrong response (``rollout.wrong_ends``)."""
     timeout_s: float | None = None
@@ -64,7 +64,7 @@ class TrajectorySettings:
     options: Mapping[str, Any] = field(default_factory=dict)
     """User-defined settings (``rollout.options``)."""
     segments: SegmentSettings = WHOLE_RESPONSES
-    """Lengths of segments, and the repetitions that end a response."""
+    """Length of segments, and number of repetitions that ends a response."""
     images: ImageRules | None = None
     """Rules for images besides the tasks' images."""
 
@@ -116,8 +116,8 @@ class TrajectoryRunner:
 
     @property
     def in_workflow(self) -> int:
-        """Number of trajectories whose workflow does its own work, not waiting for engine or verifier; each has a time
-        limit."""
+        """Number of trajectories whose workflow runs its own code, not waiting for an engine or a verifier; each has a
+        time limit."""
         return sum(own.running for own in self._running)
 
     async def run(

@@ -104,8 +104,8 @@ def get(rollout: RolloutConfig) -> Workflow:
         return own
     if not name.endswith(".py"):
         raise ConfigError(
-            f"rollout.workflow={name!r} is not there; there are {', '.join(WORKFLOWS)}, tools, environment, agent, or "
-            "give a Python file (.py)"
+            f"rollout.workflow={name!r} does not exist; choose one of {', '.join(WORKFLOWS)}, tools, environment, "
+            "agent, or give a Python file (.py)"
         )
     wanted = "async def workflow(task, model)"
     found = getattr(import_file(name, "rollout.workflow", wanted), "workflow", None)

@@ -62,7 +62,9 @@ def check_tools(rollout: RolloutConfig) -> None:
     """Raise ConfigError unless all tools exist, ``python`` has a sandbox, and turns have room."""
     found = tools_of(rollout)
     if rollout.tool_format is not None and rollout.tool_format not in FORMATS:
-        raise ConfigError(f"rollout.tool_format={rollout.tool_format!r} is not there; there are {', '.join(FORMATS)}")
+        raise ConfigError(
+            f"rollout.tool_format={rollout.tool_format!r} does not exist; choose one of {', '.join(FORMATS)}"
+        )
     if rollout.max_trajectory_tokens is None:
         raise ConfigError(
             "rollout.max_trajectory_tokens is not set: a trajectory has room for one response; set it to the most "

@@ -2,7 +2,7 @@
 
 loss = (1 − mu)·GRPO(sampled rows) + mu·X(expert rows), each part divided by its global denominator (``aggregation``).
 The result does not depend on how rows of each kind are spread over micro-batches and ranks.
-X by ``expert_loss``, w_t by ``aggregation``:
+``expert_loss`` chooses X, and ``aggregation`` the weights w_t:
 sft: Σ_t w_t·(−logp_t)
 off_policy: −Σ_t w_t·f(x_t), x_t = exp(logp_t − teacher_logp_t), f(x) = x / (x + ``expert_shaping``), or x without it;
 LUFFY's mixed-policy GRPO and policy shaping (2504.14945), with an advantage of 1 and without clipping
@@ -32,8 +32,8 @@ def count(
 
 
 def loss(batch: LossInput, config: MixConfig) -> Loss:
-    """Return [2] sums of the loss in the module's docstring. Of expert rows only ``logp`` is read, and off policy
-    ``engine_logp``, which holds the teacher's.
+    """Return [2] sums of the loss in the module's docstring. Of expert rows only ``logp`` is read, and for
+    ``off_policy`` also ``engine_logp``, which has the teacher's log-probs there.
 
     Raises:
         ConfigError: expert rows are not marked, or lack required log-probs of a teacher.

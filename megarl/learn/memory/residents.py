@@ -98,7 +98,7 @@ class Resident:
             for i, (found, left) in enumerate(zip(_digests(self._away), self._digests, strict=True)):
                 if found != left:
                     raise OffloadError(
-                        f"{self.name} came back from {self.place} as other bytes than left: storage {i} of "
+                        f"{self.name} came back from {self.place} with other bytes than it left with: storage {i} of "
                         f"{len(self._away)} has digest {found:016x}, it left with {left:016x}; the copy was changed"
                     )
         self._forget_copy()

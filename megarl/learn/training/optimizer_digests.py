@@ -1,8 +1,7 @@
-"""Digests of the weights that a model's optimizer last wrote: a check of the tensors to send, made without a layout.
+"""Digests of the weights that a model's optimizer last wrote, to check the tensors to send without using a layout.
 
 A digest covers one local parameter in the parameter's dtype. Each data-parallel rank adds the share that its optimizer
-steps, read from the tensors that Adam writes (float32 masters, cast). So the sum does not depend on copies of the
-parameter.
+updates, read from the tensors that Adam writes (float32 masters, cast) and not from copies of the parameter.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ def check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int
         values = ("nothing" if (v := side.get(wrong[0])) is None else format(v, "016x") for side in (written, given))
         raise WeightsDiffer(
             "weights to be sent are not what the optimizer last wrote: {} has digest {} by the optimizer, {} in the "
-            "tensor given{}; the tensors are an old copy, or parameters were not updated from the optimizer's".format(
-                wrong[0], *values, f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else ""
-            )
+            "tensor given{}; the tensors are an old copy, or parameters were not updated from the optimizer's "
+            "masters".format(wrong[0], *values, f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else "")
         )

@@ -15,7 +15,8 @@ SCORING = ("critic", "reward_model")
 
 def role_lora(config: Config, role: str) -> LoraConfig:
     """Return a role's adapter settings. A PEFT folder in the role's ``path`` sets them; otherwise the critic has the
-    actor's, other roles none. Raises CheckpointError for an adapter without its base model on this machine."""
+    actor's settings, and other roles have no adapters. Raises CheckpointError for an adapter whose base model is not
+    on this machine."""
     if role not in SCORING:
         return config.model.lora if role == "actor" else LoraConfig()
     path = getattr(config, role).path
@@ -26,8 +27,8 @@ def role_lora(config: Config, role: str) -> LoraConfig:
 
 
 def shares_base(config: Config, role: str) -> bool:
-    """True if a role and the actor are adapters of one model and share its memory: one dtype, one grid, never
-    offloaded. Raises as ``role_lora``."""
+    """True if a role and the actor are adapters of one model and share its memory: they have the same dtype and grid,
+    and are never offloaded. Raises as ``role_lora``."""
     if role not in SCORING:
         return False
     own, lora = getattr(config, role), config.model.lora
@@ -37,7 +38,7 @@ def shares_base(config: Config, role: str) -> bool:
     if own.path is None:
         return role == "critic"
     files = ScoreFiles.of(Path(own.path))
-    if files.adapter is None or config.trainer.warm_start.steps:  # which changes the actor's model
+    if files.adapter is None or config.trainer.warm_start.steps:  # a warm start changes the actor's model
         return False
     one_model = files.base.resolve() == Path(config.model.path).resolve()
     return one_model and set(lora.modules_to_save) <= set(role_lora(config, role).modules_to_save)

@@ -103,7 +103,7 @@ class RewardProcess:
             kill_tree(self.pid)
         _, late = await asyncio.wait([self._watching], timeout=END_S)
         if late:
-            log.warning("reward process %d has not ended %g s after SIGKILL; it is left behind", self.pid, END_S)
+            log.warning("reward process %d has not ended %g s after SIGKILL; it is left running", self.pid, END_S)
 
 
 def fork_root() -> None:

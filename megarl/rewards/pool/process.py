@@ -194,7 +194,7 @@ class Worker:
             raise
         except ValueError as error:  # the rest of the line would be read as the next replies
             await self.kill()
-            raise WorkerError(f"the reward process answered with more than {MAX_LINE_BYTES} bytes") from error
+            raise WorkerError(f"the reward process sent more than {MAX_LINE_BYTES} bytes") from error
         if not line.endswith(b"\n"):
             status, how = await self._process.ending()
             await self.kill()
@@ -208,7 +208,7 @@ class Worker:
             ) from error
         if "spent" in reply:
             await self.kill()
-            raise WorkerSpent(self._process.named("the reward process had computed for too long"))
+            raise WorkerSpent(self._process.named("the reward process used too much CPU time"))
         if reply.get("id", number) not in (number, None):
             await self.kill()
             raise WorkerDied(

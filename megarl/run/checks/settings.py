@@ -383,7 +383,7 @@ def check_placement(config: Config, job: Job) -> None:
     if not rollout.is_partial:
         raise ConfigError(
             f"sync.max_staleness={sync.max_staleness} samples the next step while the trainer updates, and with "
-            "rollout.placement=colocated no engine is there then; set sync.max_staleness=0, "
+            "rollout.placement=colocated no engine is running then; set sync.max_staleness=0, "
             "rollout.placement=separate, or rollout.budget_tokens for partial rollouts"
         )
     if sync.interval > 1:
@@ -404,7 +404,7 @@ def check_reward_settings(config: Config) -> None:
     for prefix, family in reward.routes.items():
         if family.partition("/")[0] not in FAMILIES:
             raise ConfigError(
-                f"reward.routes.{prefix}={family} is no family of verifiers; there are {', '.join(FAMILIES)}"
+                f"reward.routes.{prefix}={family} is not a family of verifiers; choose one of {', '.join(FAMILIES)}"
             )
     if reward.length.weight and config.algorithm.group_size == 1:
         raise ConfigError(

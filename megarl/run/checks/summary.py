@@ -37,7 +37,7 @@ def summary(
         bad_rows: Split -> number of rows that ``taskset.bad_rows=drop`` drops.
     """
     job, algorithm = algorithms.job_of(config), algorithms.get(config.algorithm.name)
-    found = architecture(hf_config)
+    found, limit = architecture(hf_config), config.rollout.max_prompt_tokens
     lines = {
         "model": f"{_count(found, hf_config)} parameters, {config.model.dtype}, {config.model.path}"
         + _adapters(config, hf_config, algorithm),
@@ -46,8 +46,8 @@ def summary(
         "batch": _batch(config, algorithm.offline),
         "rows": ", ".join(f"{number:,} {split}" for split, number in rows.items())
         + "".join(f"; {number:,} bad of {split} left out" for split, number in bad_rows.items() if number),
-        "lengths": f"prompts up to {config.rollout.max_prompt_tokens or 'any'} tokens, "
-        f"responses up to {config.rollout.max_response_tokens}",
+        "lengths": (f"prompts up to {limit} tokens, " if limit else "prompts of any length, ")
+        + f"responses up to {config.rollout.max_response_tokens} tokens",
         "rates": _rates(config, roles_of(config, algorithm)),
         "intervals": _intervals(config),
         "memory": memory(config, found.sizes(hf_config), ledger),

@@ -20,19 +20,21 @@ LOOKS = {
     SHOW: "Print a group, or one of its trajectories: prompt, turns, rewards, ends, weights versions.",
     COUNT: "Print how many groups and trajectories a run has, with rewards.",
     SAMPLE: "Print some trajectories at random.",
-    EXPORT: "Write trajectories, a row each, or expert rows, as parquet or jsonl.",
-    PRUNE: "Delete the trajectories of groups that nothing needs any more; without --yes it prints which.",
+    EXPORT: "Write trajectories (one row each) or expert rows as parquet or jsonl.",
+    PRUNE: "Delete the trajectories of groups that the run no longer needs; without --yes only list them.",
     PAGE: "Write one HTML file with groups' responses side by side, token by token.",
-    TOKENS: "Compare what each step trained on with the store, token by token; status 1 where they differ.",
+    TOKENS: "Compare the trained tokens of each step with the stored ones; exit with status 1 if they differ.",
 }
 """First words that read a run's data; the run's directory follows."""
-DESCRIPTION = """Write the rows of an experiment (tasks, demonstrations, preferences) as parquet.
-`megarl data import-experts SOURCE... [overrides]` adds expert rows to the store of its run instead; a source is a \
-parquet, json or jsonl file of demonstrations, or run:DIR, another run's responses.
-`megarl data awaiting FILE.jsonl [overrides]` writes the run's responses that await a reward, and `megarl data reward \
-FILE... [overrides]` gives them the scores of such rows.
+DESCRIPTION = """Show, export and prune a run's data (docs/data.md), or write an experiment's rows.
 
-What a run has (docs/data.md; each has a --help of its own):
+`megarl data [overrides]` writes an experiment's generated rows (tasks, demonstrations, preferences) as parquet.
+`megarl data import-experts SOURCE... [overrides]` adds expert rows to the store of the experiment's run; a source is \
+a parquet, json or jsonl file of demonstrations, or run:DIR, another run's responses.
+`megarl data awaiting FILE.jsonl [overrides]` writes the run's responses that await a reward, and `megarl data reward \
+FILE... [overrides]` gives them the scores in such rows.
+
+Commands for a run's data (each has its own --help):
 """ + "\n".join(f"  megarl data {name + ' RUN':<11} {text}" for name, text in LOOKS.items())
 BY = ("kind", "step", "source", "state", "status", "end")
 """Values of ``--by``."""
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=1.0,
         metavar="X",
-        help="of import-experts: least score of another run's responses (default %(default)s)",
+        help="with import-experts: least score of another run's responses (default %(default)s)",
     )
 
 
@@ -90,8 +92,10 @@ def look(words: Sequence[str]) -> argparse.Namespace | None:
     if name == COUNT:
         parser.add_argument("--by", choices=BY, default="kind", help="one row for each (default %(default)s)")
     if name == SAMPLE:
-        parser.add_argument("-n", type=_positive, default=3, metavar="N", help="how many (default %(default)s)")
-        parser.add_argument("--seed", type=int, default=0, help="of the draw (default %(default)s)")
+        parser.add_argument(
+            "-n", type=_positive, default=3, metavar="N", help="number of trajectories (default %(default)s)"
+        )
+        parser.add_argument("--seed", type=int, default=0, help="seed of the draw (default %(default)s)")
     if name == EXPORT:
         parser.add_argument("-o", "--output", required=True, metavar="FILE", help="FILE.parquet or FILE.jsonl")
     if name == PRUNE:

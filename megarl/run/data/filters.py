@@ -46,9 +46,11 @@ def selection_of(words: Sequence[str], experts: bool = False) -> tuple[Selection
     kinds = _names("kind", given.pop("kind", "train,eval"), KINDS)
     if EXPERT in kinds:
         if not experts:
-            raise ConfigError("kind=expert: expert rows are no trajectories; only count and export know them")
+            raise ConfigError("kind=expert: expert rows are no trajectories; only count and export accept them")
         if given or kinds != [EXPERT]:
-            raise ConfigError("kind=expert stands alone: expert rows have no step, end or group; leave the others out")
+            raise ConfigError(
+                "kind=expert takes no other filters: expert rows have no step, end or group; leave the others out"
+            )
         return Selection(kinds=()), True
     values: dict[str, Any] = {"kinds": tuple(kinds)}
     readers: dict[str, tuple[str, Callable[[str], Any]]] = {

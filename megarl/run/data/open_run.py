@@ -73,7 +73,9 @@ def stored_run(run_dir: str | os.PathLike[str], selection: Selection, *, read_on
         raise ConfigError(f"{folder} has no resolved.json; give the directory of a run, e.g. runs/quickstart")
     config = load_resolved(folder / "resolved.json")
     if (url := store_url(config, folder)) is None:
-        raise ConfigError(f"{folder}: its store {masked_text(config.store.url)} is not there; the run has no data yet")
+        raise ConfigError(
+            f"{folder}: its store {masked_text(config.store.url)} does not exist; the run has no data yet"
+        )
     with store_of_run(url, folder, read_only=read_only) as store:
         check_sources(selection, store)
         yield StoredRun(folder, config, store)

@@ -45,7 +45,7 @@ def prune(run: StoredRun, selection: Selection, *, delete: bool) -> Pruned:
     Raises ConfigError for a bench, since its answers are its result.
     """
     if run.config.run.mode == "bench":
-        raise ConfigError(f"{run.run_dir} is a bench's, which reads its answers again; remove the folder instead")
+        raise ConfigError(f"{run.run_dir} belongs to a bench, which reads its answers again; remove the folder instead")
     found = Pruned()
     folder = run.run_dir / "checkpoints"
     steps, newest = steps_of(in_order(folder)), max(steps_of(finished(folder)), default=0)

@@ -52,7 +52,9 @@ def import_experts(config: Config, sources: Sequence[str], min_score: float) -> 
         done = store.experts.import_sources([(name, _stored(rows)) for name, rows in found], advance=bar.update)
         bar.close()
         for each in done:
-            log.info("%s: %d rows, %d new, %d were there", each.source, each.given, each.added, each.given - each.added)
+            log.info(
+                "%s: %d rows, %d new, %d already stored", each.source, each.given, each.added, each.given - each.added
+            )
         log_counts(store)
 
 

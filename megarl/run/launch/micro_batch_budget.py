@@ -44,7 +44,7 @@ class MicroBatchBudget:
         setting, old, new = self._halved
         log.warning(
             "OUT OF MEMORY: the job goes on with %s %d -> %d. Losses and gradients are equal up to the order of "
-            "summation. It is halved once, which takes nothing from cluster.restarts; a resume by hand has %d again",
+            "summation. It is halved once, without counting in cluster.restarts; a resume by hand has %d again",
             setting,
             old,
             new,

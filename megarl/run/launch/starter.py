@@ -16,12 +16,12 @@ from megarl.core.errors import ConfigError
 
 Kind = Literal["rows", "sft", "dpo", "agent", "environment"]
 
-DESCRIPTION = """Write a folder of your own: an experiment, example rows, a reward, agent or environment, a job script.
+DESCRIPTION = """Write a folder for a job of your own: experiment, example rows, job script, and a reward or agent file.
 
     megarl init my_run --kind rows
     megarl train --config-dir my_run experiment=my_run
 
-Options that are left out are asked for on a terminal, and have their defaults elsewhere."""
+On a terminal the command asks for options that are left out; otherwise they take their defaults."""
 
 SUMS = {"train": ("2 + 3", "4 + 1", "6 + 2"), "eval": ("3 + 3", "1 + 7", "5 + 4")}
 """Questions of the example rows, by split."""

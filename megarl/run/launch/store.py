@@ -86,7 +86,7 @@ def _watch(config: Config, run_dir: Path, server: Server, stop_request: StopRequ
             time.sleep(WATCH_S)
     finally:
         store.close()
-    log.warning("stopped; run the same command again to go on")
+    log.warning("stopped; run the same command again to continue")
     return UNFINISHED
 
 

@@ -1,5 +1,5 @@
 """Advice for a job that does not fit its nodes or leaves GPUs idle: sizes that use all GPUs, and the number of nodes
-for the job as it is."""
+for the job with its present sizes."""
 
 from __future__ import annotations
 
@@ -42,14 +42,12 @@ def check_idle(config: Config, plan: Plan, nodes: Sequence[NodeInfo]) -> None:
     if count > MOST_IDLE * has:
         names = {node.rank: str(node) for node in nodes}
         where = ", ".join(f"{len(gpus)} of {names[rank]}" for rank, gpus in idle.items())
-        raise ConfigError(
-            f"{count} of {has} GPUs would be idle: {where}. cluster.allow_idle=true runs the job all the same"
-        )
+        raise ConfigError(f"{count} of {has} GPUs would be idle: {where}. cluster.allow_idle=true runs the job anyway")
 
 
 @contextmanager
 def with_advice(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None]) -> Iterator[None]:
-    """Add fitting sizes, and the number of nodes for the job as it is, to a plan's ConfigError.
+    """Add fitting sizes, and the number of nodes for the present sizes, to a plan's ConfigError.
 
     ``usable``: raises for sizes that the job's models do not support.
     """
@@ -62,8 +60,8 @@ def with_advice(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Con
 def advice(
     config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None], env: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return lines of advice: settings that use every GPU of the nodes, and the number of nodes for the job as it
-    is."""
+    """Return lines of advice: settings that use every GPU of the nodes, and the number of nodes for the present
+    sizes."""
     lines, spanning, gpus = [], config, min(node.gpus for node in nodes)
     if on_gpus := config.parallel.backend == "nccl":
         if (fitting := fitting_sizes(config, nodes, usable)) is not None:
@@ -89,8 +87,8 @@ def number_of_nodes(config: Config, gpus: int) -> int | None:
 
 
 def fitting_sizes(config: Config, nodes: Sequence[NodeInfo], usable: Callable[[Config], None]) -> Config | None:
-    """Return the job with other ``dp`` and ``rollout.replicas`` that uses every GPU of some nodes; None if there is
-    none. ``tp`` shrinks only if necessary. The trainer's share of GPUs stays as near as possible to the given one."""
+    """Return the job with a ``dp`` and ``rollout.replicas`` that use every GPU of the nodes; None if there are none.
+    ``tp`` shrinks only if necessary. The trainer's share of GPUs stays as near as possible to the job's."""
     gpus = min(node.gpus for node in nodes)
     for tp in _smaller(config.parallel.tp, gpus):
         for engine_tp in _smaller(config.rollout.tp, gpus):

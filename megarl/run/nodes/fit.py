@@ -114,7 +114,7 @@ def planned(
     """
     plan = fit(config, nodes, nodes, usable).plan
     where = table(plan, nodes) if verbose else short_table(plan, nodes)
-    return f"{where}\nmode {plan.job.mode}: the job ends when each {plan.job.until.label} has"
+    return f"{where}\nmode {plan.job.mode}: the job ends when each {plan.job.until.label} has ended"
 
 
 def reductions(old: Config, new: Config) -> list[Change]:

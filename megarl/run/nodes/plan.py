@@ -67,7 +67,7 @@ class Plan:
     processes: tuple[Planned, ...]
     """Processes in the order of their start."""
     takes_turns: bool = False
-    """Engines share devices with trainer ranks and leave them while these compute: a trainer orders their starts."""
+    """Engines share devices with trainer ranks and leave them while the ranks compute; the trainer starts engines."""
 
     def of(self, kind: ProcessKind) -> list[Planned]:
         """Return the processes of one kind."""
@@ -95,7 +95,8 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
     worker share it), and a group of ``groups_of`` stays on a node. Ranks use as many nodes as these rules allow;
     engines use the remaining GPUs, the emptiest nodes first.
 
-    ``trainers``: number of nodes with trainer ranks, the first that may have them; None: as many as possible.
+    ``trainers``: number of nodes with trainer ranks, taken from the first that may have them; None: as many as
+    possible.
 
     Raises:
         ConfigError: ranks or engines do not spread evenly or need more GPUs than exist, or a group spans nodes.
@@ -103,7 +104,7 @@ def plan_job(config: Config, nodes: Sequence[NodeInfo], *, trainers: int | None 
     job = algorithms.job_of(config)
     if job.trains and (not trainer_nodes(nodes) or nodes[0].role == "rollout"):
         raise ConfigError(
-            "node 0 must be one of the trainer's (MEGARL_ROLE trainer or all): rank 0 and the explorer run there"
+            "node 0 must be a trainer node (MEGARL_ROLE trainer or all): rank 0 and the explorer run there"
         )
     deal = _deal_on_gpus if config.parallel.backend == "nccl" else _deal_on_cpus
     ranks, engines = deal(config, nodes, job, trainers)
@@ -172,8 +173,8 @@ def _deal_on_cpus(config: Config, nodes: Sequence[NodeInfo], job: Job, trainers:
             )
         if (group := split_group(config, world // len(chosen), None)) is not None:
             raise ConfigError(  # CPUs keep only these groups on a node
-                f"model.moe_dispatcher=deepep: of the ranks that {group.setting} share experts each {group.size} "
-                f"neighbours must be on one node, but {world} ranks on {len(chosen)} trainer nodes are "
+                f"model.moe_dispatcher=deepep: every {group.size} neighbouring ranks of a group of {group.setting} "
+                f"must be on one node, but {world} ranks on {len(chosen)} trainer nodes are "
                 f"{world // len(chosen)} on each; have a multiple of {group.size} on a node (parallel.dp, number of "
                 f"nodes), lower {group.setting.split()[0]}, or set model.moe_dispatcher to alltoall"
             )
@@ -315,8 +316,8 @@ def workers_of(config: Config) -> int:
 
 
 def idle_gpus(plan: Plan, nodes: Sequence[NodeInfo]) -> dict[int, list[int]]:
-    """Return the rank of a node -> its GPUs without a process; nodes without idle GPUs, and all nodes of a job on CPUs,
-    are left out."""
+    """Return rank of a node -> its GPUs without a process. Nodes without idle GPUs are left out; a job on CPUs gives
+    {}."""
     if not any(process.gpus for process in plan.processes):
         return {}
     used = {node.rank: set[int]() for node in nodes}
@@ -372,7 +373,8 @@ def _ranks(ranks: Sequence[Planned]) -> str:
 
 
 def _engines(plan: Plan, parts: Sequence[Planned]) -> list[str]:
-    """Describe the engines of a node: whole ones together, each part of a larger one by itself."""
+    """Describe the engines of a node: all whole engines in one text, each part of an engine that spans nodes in its
+    own."""
     whole = [part for part in parts if plan.parts(part) == 1]
     found = []
     if len(whole) > 1:

@@ -176,7 +176,7 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
     dropped: list[dict[str, Any]] = []
     answers: dict[str, list[Trajectory]] = {"eval-before": [], "eval-after": []}
     if (url := store_url(config, run_dir)) is None:
-        notes.append(f"The store {masked_text(config.store.url)} is not there: no steps, no answers.")
+        notes.append(f"The store {masked_text(config.store.url)} does not exist: no steps, no answers.")
     else:
         store = Store(url, outage_s=outage_s)
         try:
@@ -347,7 +347,7 @@ def _samples(
     if (model / "tokenizer.json").is_file():
         tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     else:
-        notes.append(f"{model / 'tokenizer.json'} is not there: answers are shown as token ids.")
+        notes.append(f"{model / 'tokenizer.json'} does not exist: answers are shown as token ids.")
 
     def answer(trajectory: Trajectory | None) -> Answer | None:
         if trajectory is None:

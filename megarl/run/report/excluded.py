@@ -10,7 +10,7 @@ EXCLUDED = "rollout/{}/excluded/"
 MEANINGS = {
     "all_right": "group whose responses are all right: no gradient (algorithm.dynamic_sampling)",
     "all_wrong": "group whose responses are all wrong: no gradient (algorithm.dynamic_sampling)",
-    "surplus": "group beyond trainer.tasks_per_step, of a further rollout of dynamic sampling",
+    "surplus": "group that dynamic sampling asked for, beyond trainer.tasks_per_step",
     "overlong": "truncated response (algorithm.overlong_filtering)",
     "segments": "tokens of earlier weights (algorithm.segments=current)",
     "unpaired": "in no preference pair",
@@ -24,9 +24,9 @@ MEANINGS = {
     "workflow_error": "the workflow or the agent raised an exception",
     "workflow_timeout": "the workflow or the agent did not end in time",
     "tool_timeout": "a tool did not return in time (rollout.on_tool_timeout)",
-    "abandoned": "the agent did not wait for a response that it had asked for",
+    "abandoned": "the agent did not wait for a response that it had requested",
     "environment_error": "the environment raised an exception",
-    "environment_timeout": "the environment did not answer in time",
+    "environment_timeout": "a call of the environment did not return in time",
     "teacher_error": "the teacher at a URL gave no valid log-probs",
     "teacher_timeout": "the teacher at a URL did not answer in time",
 }
@@ -81,7 +81,7 @@ def table(run: ReportData) -> list[tuple[str, ...]]:
     return rows + [
         (
             one.name,
-            MEANINGS.get(one.name, "as an operator of the run names it"),
+            MEANINGS.get(one.name, "reason given by an operator of the run"),
             f"{one.trajectories:,.0f}",
             f"{one.share:.1%}",
             f"{one.tokens:,.0f}",

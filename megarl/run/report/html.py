@@ -53,7 +53,7 @@ CHARTS = (
     ("Clipped tokens", "share", "actor/pg_clipfrac"),
     ("Engine − trainer log-prob, mean", "absolute", "training/rollout_logp_diff_mean"),
     ("Engine − trainer log-prob, largest", "absolute", "training/rollout_logp_diff_max"),
-    ("Groups of equal rewards", "share of groups trained on", "rollout/zero_variance"),
+    ("Zero-variance groups", "share of trained groups", "rollout/zero_variance"),
     ("Tool calls of a trajectory", "mean", "tool_call_counts/mean"),
     ("Chosen answer preferred", "share of pairs", "rewards/accuracies"),
     ("Reward of chosen − rejected", "", "rewards/margins"),
@@ -63,7 +63,7 @@ CHARTS = (
 SHOWN_STEPS = 3
 SHOWN_PROCESSES = 16
 SHOWN_COLUMNS = 8
-EXPLORER = (("generation", "generation_s"), ("reward", "reward_s"), ("both at once", "overlap_s"))
+EXPLORER = (("generation", "generation_s"), ("reward", "reward_s"), ("both at the same time", "overlap_s"))
 
 
 def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
@@ -186,8 +186,8 @@ def _accuracy(run: ReportData) -> Markup:
         body.append((label, step, *figures, *graded, faults, length))
     how = sampling(run.config.evaluation)
     text = (
-        f"{how.capitalize()}{' answers' if how == 'greedy' else ''} to tasks that no training row asks; ± one standard "
-        "error."
+        f"{how.capitalize()}{' answers' if how == 'greedy' else ''} to held-out tasks, whose questions are in no "
+        "training row; ± one standard error."
     )
     one_answer = run.config.evaluation.samples == 1
     if one_answer and run.after is not None and run.after.statuses and run.before is not None and run.before.statuses:
@@ -247,7 +247,9 @@ def _answers(run: ReportData) -> Markup:
         (i, *(PIECES.text(t) for t in (s.question, s.ground_truth)), _answer(s.before), _answer(s.after))
         for i, s in enumerate(run.samples, 1)
     ]
-    text = f"{len(run.samples)} of {run.held_out} held-out tasks, taken at equal distances, whatever the answer was."
+    text = (
+        f"{len(run.samples)} of {run.held_out} held-out tasks, evenly spaced, chosen without regard to their answers."
+    )
     return PIECES.section("Sample answers", text, PIECES.card(PIECES.table(head, body, numeric=())))
 
 
@@ -266,8 +268,8 @@ def _lanes(run: ReportData) -> Markup:
     shown = {phase.name for _, rs in lanes for r in rs for phase in r}
     what = f"The last {len(steps)} steps" if len(steps) > 1 else "The last step" if steps else "The last minute"
     more = f" The first {SHOWN_PROCESSES} of {len(timelines)} processes." if len(timelines) > SHOWN_PROCESSES else ""
-    text = f"{what}, every process a lane; hatched: a trainer rank waits for explorer and engines.{more}"
-    return PIECES.section("Who did what", text, PIECES.card(Markup(drawn) + _legend(_ordered(shown)), scroll=True))
+    text = f"{what}; each process has a lane. Hatched: a trainer rank waits for explorer and engines.{more}"
+    return PIECES.section("Timeline", text, PIECES.card(Markup(drawn) + _legend(_ordered(shown)), scroll=True))
 
 
 def _between(
@@ -321,7 +323,7 @@ def _phase_table(run: ReportData) -> Markup:
         extra = PIECES.paragraph(f"Inside a step’s rollout, mean by the explorer’s clock: {means}.")
     text = f"Whole run: {duration(run.wall_s)} from the first recorded phase to the last, {steps} steps."
     return PIECES.section(
-        "Seconds per phase", f"{text} Each moment counts for the innermost phase.", PIECES.card(table) + extra
+        "Seconds per phase", f"{text} Time in nested phases counts for the innermost one.", PIECES.card(table) + extra
     )
 
 
@@ -390,9 +392,9 @@ def _verifiers(run: ReportData) -> Markup:
         "verifier",
         "answers",
         "ms, mean",
-        "ms, most",
+        "ms, largest",
         "ms waited, mean",
-        "ms waited, most",
+        "ms waited, largest",
         "errors",
         "timeouts",
         "retries",
@@ -404,8 +406,10 @@ def _verifiers(run: ReportData) -> Markup:
         if name.startswith("reward/parts/")
     }
     said = "; ".join(f"{name} {value:.3f}" for name, value in parts.items())
-    note = PIECES.paragraph(f"Parts of the reward in the last step, means, unweighted: {said}.") if parts else Markup()
-    return PIECES.section("Rewards", "Waited: for a free reward process.", PIECES.card(PIECES.table(head, body)) + note)
+    note = PIECES.paragraph(f"Unweighted means of the reward's parts in the last step: {said}.") if parts else Markup()
+    return PIECES.section(
+        "Rewards", "Waited: time until a reward worker was free.", PIECES.card(PIECES.table(head, body)) + note
+    )
 
 
 def _settings(run: ReportData) -> Markup:

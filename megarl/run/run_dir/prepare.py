@@ -143,8 +143,7 @@ def needs_model(config: Config) -> bool:
     path, wanted = Path(config.model.path), config.model.from_scratch
     if path.exists() and not (path / "config.json").is_file():
         raise ConfigError(
-            f"model.path={path} is there but has no config.json; give an HF checkpoint, or a path that does not exist "
-            "yet"
+            f"model.path={path} exists but has no config.json; give an HF checkpoint, or a path that does not exist yet"
         )
     if not path.exists() and (wanted is None or hub.is_name(config.model.path)):
         fix = (

@@ -92,7 +92,7 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
     has_trained = _has_trained(run_dir)
     begun = found is not None and int(read_state(found)["step"]) > 0  # the roles' models are made at step 0
     fixed = [c for c in changed if c.setting.partition(".")[0] in FIXED or (begun and _needs_another_past(c))]
-    fix = "take another run.name, or remove the directory"
+    fix = "take another run.name (or run.dir, where it is set), or remove the directory"
     if fixed:
         lost = "" if has_trained else " (it has trained no step, so nothing is lost)"
         raise ConfigError(f"run.dir={run_dir} holds a run with other settings: {described(fixed)}; {fix}{lost}")
@@ -106,7 +106,7 @@ def check_settings_of_run(config: Config, run_dir: Path) -> None:
     if unconfirmed and has_trained:
         raise ConfigError(
             f"run.dir={run_dir} holds a run that was trained with other settings: {', '.join(listed(unconfirmed))}; "
-            "set them back, take another run.name, or confirm them with "
+            "set them back, take another run.name (or run.dir), or confirm them with "
             f"run.allow_changes=[{','.join(c.setting for c in of_training)}]"
         )
     if changed:
@@ -161,7 +161,7 @@ def set_aside_damaged(
 
 def _set_aside_damaged(folder: Path, rename: bool, digests: bool, stopping: Callable[[], bool]) -> None:
     for checkpoint in recover(folder) if rename else []:
-        log.warning("%s was being saved again when its job was killed: what it was before is back", checkpoint)
+        log.warning("%s was being saved again when its job was killed: the old one is restored", checkpoint)
     candidates = in_order(folder)
     damaged: list[tuple[Path, str]] = []
     while candidates and (fault := _fault(candidates[-1], digests, stopping)) is not None:
@@ -276,13 +276,13 @@ def check_rows_of_run(config: Config, store: Store, split: str, tasks: Sequence[
     if asked:
         first = place(config, split, asked[0])
         raise ConfigError(
-            f"run.dir={config.run.dir} holds responses to {len(asked)} rows that have changed or gone since; the first "
-            f"is {first}. Put the rows back (or what taskset.process makes of them), or take another run.name"
+            f"run.dir={config.run.dir} holds responses to {len(asked)} rows that have changed or disappeared since; "
+            f"the first is {first}. Put the rows back (or what taskset.process makes of them), or take another run.name"
         )
     if changed:
         log.warning(
-            "taskset.%s: %d rows that the run has not used yet have changed or gone since its last start; the first is "
-            "%s",
+            "taskset.%s: %d rows that the run has not used yet have changed or disappeared since its last start; the "
+            "first is %s",
             split,
             len(changed),
             place(config, split, changed[0]),

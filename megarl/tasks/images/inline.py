@@ -31,7 +31,7 @@ def without_inline_images(task: Task) -> Task:
 
 
 def messages_with(task: Task, part_of: Callable[[bytes], dict[str, Any]]) -> list[Message]:
-    """Return a prompt's messages with each image replaced by ``part_of`` it."""
+    """Return a prompt's messages with each image replaced by ``part_of(image)``."""
     images = iter(task.images)
 
     def with_files(content: Any) -> Any:

@@ -83,7 +83,7 @@ class ChatTokenizer:
             day = None if taskset.date is None else date.fromisoformat(taskset.date)
         except ValueError as error:
             raise ConfigError(
-                f"taskset.date={taskset.date} is no day; write it as 2025-01-31, or leave it out"
+                f"taskset.date={taskset.date} is not a date; write it as 2025-01-31, or leave it out"
             ) from error
         kwargs = {**taskset.chat_template_kwargs, **template_tools(config.rollout)}
         return cls.open(config.model.path, kwargs, day)
@@ -170,9 +170,9 @@ class ChatTokenizer:
         prompt, whole = self.render(messages, kwargs), self.render([*messages, answer], kwargs, answered=True)
         if not whole.startswith(prompt):
             raise DataError(
-                "the model's chat template renders the conversation with its answer otherwise than the prompt (such as "
-                "a thought that the prompt has opened); give the answer as a text, in response or completion, as the "
-                "model is to write it"
+                "the model's chat template renders the prompt in another way once the answer follows (such as without "
+                "a thought that the prompt opens); give the answer as a text, in response or completion, exactly as "
+                "the model should write it"
             )
         return prompt, whole
 
@@ -195,8 +195,8 @@ class ChatTokenizer:
             )
         if (lost := next((piece for piece in _pieces(answer) if piece not in text), None)) is not None:
             raise DataError(
-                f"the model's chat template drops or cuts a part of the answer: {lost[:60]!r}; give the answer as a "
-                "text, in response or completion, as the model is to write it"
+                f"the model's chat template drops or truncates a part of the answer: {lost[:60]!r}; give the answer as "
+                "a text, in response or completion, exactly as the model should write it"
             )
         return _array(ids)
 

@@ -128,7 +128,7 @@ def _functions(named: str, where: str) -> list[Callable[..., Any]]:
     if named in OWN:
         return [OWN[named]]
     if not named.endswith(".py"):
-        raise ConfigError(f"{where} is not there; there are {', '.join(OWN)}, or give a Python file (.py)")
+        raise ConfigError(f"{where} does not exist; choose one of {', '.join(OWN)}, or give a Python file (.py)")
     module = import_file(named, "rollout.tools", "functions")
     functions = filter(inspect.isfunction, vars(module).values())
     own = [function for function in functions if function.__module__ == module.__name__]

@@ -134,7 +134,7 @@ class PythonSession:
         box.wait()
         if self._ask(link, "names", time.monotonic() + START_S, names=["run"]) is None:
             self._end()
-            raise SandboxError("a Python session does not begin in the sandbox")
+            raise SandboxError("a Python session does not start in the sandbox")
         return box, link
 
     def _ask(self, link: socket.socket, do: str, deadline: float, **given: Any) -> Any:

@@ -254,10 +254,10 @@ class WeightSync:
             if self._ranks.agree(there):
                 return
             if self._ranks.stop_requested():
-                raise Stopped("no engine of an explore program is there")
+                raise Stopped("no explore program has an engine")
             if not self._ranks.agree(time.monotonic() - began < limit_s):
                 raise EngineError(
-                    f"no engine of an explore program is there after rollout.start_timeout_s={limit_s:g}; start "
+                    f"no explore program has an engine after rollout.start_timeout_s={limit_s:g}; start "
                     "`megarl explore` with the overrides of this run"
                 )
             self._reporter.log(f"waiting for engines of `megarl explore` ({time.monotonic() - began:.0f} s so far)")

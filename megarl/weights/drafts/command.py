@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
     if name in ARCHITECTURES:
         raise ArchitectureError(f"model_type={name!r} has a table already: megarl/weights/architectures/")
     if out.exists():
-        raise ConfigError(f"{out} is there already; remove it, or name another file with --out")
+        raise ConfigError(f"{out} already exists; remove it, or name another file with --out")
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"{out.parent} is no directory that can be written; name another file with --out")
     config = tiny_config(folder)

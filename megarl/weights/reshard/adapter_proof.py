@@ -66,7 +66,7 @@ class ProvenTensors(Mapping[str, torch.Tensor]):
         elif isinstance(self._tensors, MergedTensors) and name in model.adapters:
             check_merged(name, found, model, self._turn)
         elif found is not model.own[name] and not torch.equal(found, model.own[name]):
-            raise WeightsDiffer(f"{name} is sent otherwise than the trainer has it: it has no adapter")
+            raise WeightsDiffer(f"{name} is not sent as the trainer has it, although it has no adapter")
 
 
 @torch.no_grad()
@@ -138,7 +138,7 @@ def check_rounded(
     raise WeightsDiffer(
         f"{name} is not {what}: it is off by up to {worst:.1e}, and one rounding to {found.dtype} makes "
         f"{float((high - low).abs().max()) + torch.finfo(found.dtype).eps * float(exact.abs().max()) / 2:.1e}; the "
-        "adapter is left out, old, scaled otherwise than model.lora says, or merged in another dtype"
+        "adapter is left out, old, scaled differently from model.lora, or merged in another dtype"
     )
 
 

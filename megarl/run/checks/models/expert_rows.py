@@ -49,7 +49,7 @@ def check_teacher(config: Config, experts: Sequence[ExpertExperience], tokenizer
         config: Settings with the rows' source as ``taskset.expert``.
 
     Raises:
-        DataError: a row lacks log-probs, or has another tokenizer's or template's.
+        DataError: a row lacks log-probs, or its log-probs are for another tokenizer or template.
     """
     if not reads_teacher(config.algorithm):
         return
@@ -65,8 +65,8 @@ def check_teacher(config: Config, experts: Sequence[ExpertExperience], tokenizer
             raise DataError(f"{where} has no teacher_logp, and algorithm.expert_loss=off_policy reads it; {fix}")
         if expert.tokenizer != digest:
             raise DataError(
-                f"{where}: teacher_logp is of the tokenizer {expert.tokenizer}, that of model.path={config.model.path} "
-                f"is {digest}; import log-probs of a teacher with the same tokenizer.json, or set "
+                f"{where}: teacher_logp was made with the tokenizer {expert.tokenizer}, but model.path="
+                f"{config.model.path} has {digest}; import log-probs of a teacher with the same tokenizer.json, or set "
                 "algorithm.expert_loss=sft"
             )
         if len(logp) != len(response):

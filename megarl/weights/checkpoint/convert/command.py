@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Convert between HF checkpoints and Megatron-Core's dist_checkpointing format.
 
-Slices are streamed; memory does not grow with the model. Repeating a command that was killed goes on behind the
-files that are finished. docs/checkpoints.md has examples."""
+Slices are streamed; memory does not grow with the model. If a command was killed, repeat it: it continues after the
+finished files. docs/checkpoints.md has examples."""
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _paths(to_hf, "directory that dist_checkpointing wrote, or a training checkpoint (global_step_*)")
     _common(to_hf)
-    reshard = add(
-        "reshard", "Write the model of a Megatron-Core checkpoint again, cut for another grid or padded otherwise."
-    )
+    reshard = add("reshard", "Write the model of a Megatron-Core checkpoint for another grid, padding or dtype.")
     _paths(reshard, "directory that dist_checkpointing wrote, or a training checkpoint (global_step_*)")
     _common(reshard)
     _grid(reshard)
@@ -54,23 +52,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _common(merge)
     unmerge = add(
         "unmerge-adapter",
-        "Write an HF checkpoint without the PEFT adapter that was merged into it; exact but for the merge's rounding.",
+        "Write an HF checkpoint without the PEFT adapter that was merged into it, up to the merge's rounding.",
     )
     _adapter(unmerge, "directory of the HF checkpoint with the adapter in its weights")
     unmerge.add_argument(
         "--base",
         type=Path,
-        help="the model before the merge: count the elements that differ, and take what modules_to_save replaced",
+        help="the model before the merge: count elements that differ, and restore what modules_to_save replaced",
     )
     _common(unmerge)
-    inspect = add("inspect", "Say what is in a checkpoint of either format, what is missing and what is unknown.")
+    inspect = add("inspect", "List the content of a checkpoint of either format, and missing and unknown tensors.")
     inspect.add_argument("source", type=Path, help="the checkpoint's directory")
     _config(inspect)
     _model(inspect)
     inspect.add_argument(
         "--digests", action="store_true", help="read everything and compute the digest of each logical tensor"
     )
-    inspect.add_argument("--dtype", choices=DTYPES, help="digests of the elements cast to this (default: as stored)")
+    inspect.add_argument(
+        "--dtype", choices=DTYPES, help="cast elements to this dtype before computing digests (default: as stored)"
+    )
     inspect.add_argument("--workers", type=int, default=2, help="threads (default %(default)s)")
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
@@ -110,7 +110,9 @@ def _model(parser: argparse.ArgumentParser) -> None:
 
 def _common(parser: argparse.ArgumentParser) -> None:
     _model(parser)
-    parser.add_argument("--dtype", choices=DTYPES, help="of the target (default: as stored; FP8 becomes bfloat16)")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of the target (default: as stored; FP8 becomes bfloat16)"
+    )
     parser.add_argument("--workers", type=int, default=2, help="files written at a time (default %(default)s)")
     parser.add_argument("--file-gib", type=float, default=2.0, help="size of a file (default %(default)s)")
     parser.add_argument(
@@ -159,7 +161,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _inspect(arguments) if arguments.tool == "inspect" else _convert(arguments)
     except OSError as error:
         raise CheckpointError(
-            f"{error}; files that are finished are kept, repeat the command when the cause is gone"
+            f"{error}; files that are finished are kept, repeat the command once the cause is fixed"
         ) from error
 
 

@@ -45,7 +45,7 @@ def named_target(target: Path) -> Path:
 
 
 def check_target(target: Path, sources: Iterable[Path], *, overwrite: bool) -> None:
-    """Raise CheckpointError unless writing ``target`` loses no file other than a conversion's.
+    """Raise CheckpointError if writing ``target`` would delete files that no conversion wrote.
 
     Args:
         target: May exist only with ``overwrite``; then it must be empty or contain a converted checkpoint and no other
@@ -72,7 +72,7 @@ def _check_replaceable(target: Path, overwrite: bool) -> None:
         raise CheckpointError(f"{old} {other}, but is needed to write {target}; move it away")
     _check_existing(target, overwrite)
     if recover_directory(target):
-        log.warning("%s was being replaced when that was killed: the old one is back", target)
+        log.warning("%s was being replaced when the process was killed: the old one is restored", target)
         _check_existing(target, overwrite)
 
 
@@ -166,7 +166,7 @@ def _is_journal(path: Path) -> bool:
 
 
 def _unknown(folder: Path, patterns: Iterable[str], sources: Iterable[Path], *, folders: bool = False) -> list[str]:
-    """Entries that match no pattern and no source's small file; ``folders`` allows ``huggingface/``."""
+    """Entries that match no pattern and are no small file of a source; ``folders`` allows ``huggingface/``."""
     copied = {name for source in sources for name in small_files(source)}
     found = []
     for entry in sorted(folder.iterdir()):
@@ -180,7 +180,7 @@ def _unknown(folder: Path, patterns: Iterable[str], sources: Iterable[Path], *, 
 
 
 def _other_files(target: Path, known: Iterable[str] = ()) -> str | None:
-    """Reason why the directory is not just a converted checkpoint; ``None`` if it is one, or empty."""
+    """Reason why the directory is not just a converted checkpoint; ``None`` if it is one or is empty."""
     if target.exists() and not target.is_dir():
         return "is a file"
     found = {str(path.relative_to(target)) for path in target.rglob("*") if path.is_symlink() or not path.is_dir()}

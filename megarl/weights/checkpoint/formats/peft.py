@@ -102,7 +102,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged ({error}); copy the adapter again") from error
     if not isinstance(found, dict) or found.get("peft_type") != "LORA":
         kind = found.get("peft_type") if isinstance(found, dict) else type(found).__name__
-        raise CheckpointError(f"{path} has peft_type={kind!r}; megarl reads LORA alone")
+        raise CheckpointError(f"{path} has peft_type={kind!r}; megarl reads only LORA")
     for key, value in found.items():
         if key in _REFUSED and value:
             raise CheckpointError(f"{path} has {key}={value!r}, which megarl does not compute; {_REFUSED[key]}")
@@ -361,7 +361,9 @@ def write_files(
 
 def _check_replaceable(target: Path) -> None:
     if target.exists() and not (target / CONFIG).is_file() and any(target.iterdir()):
-        raise CheckpointError(f"{target} is no PEFT adapter, which a new one could replace; give another directory")
+        raise CheckpointError(
+            f"{target} is not a PEFT adapter, so a new adapter does not replace it; give another directory"
+        )
 
 
 def gathered(

@@ -66,7 +66,10 @@ def free_space(folder: Path, needed: int, keep: int, *, refuse: bool, best: int 
         if steps_of([checkpoint]) == [best]:
             continue
         log.warning(
-            "%s is removed to make room: a checkpoint of %s comes, %s are free", checkpoint, size(needed), size(free)
+            "%s is removed to make room: the next checkpoint needs %s, %s are free",
+            checkpoint,
+            size(needed),
+            size(free),
         )
         remove(checkpoint)
     if (free := shutil.disk_usage(folder).free) >= needed:
@@ -74,7 +77,7 @@ def free_space(folder: Path, needed: int, keep: int, *, refuse: bool, best: int 
     text = f"{folder} has no room for a checkpoint: {size(needed)} are to be written, {size(free)} are free"
     if refuse:
         raise DiskFullError(f"{text}; make room there")
-    log.warning("%s; trying all the same", text)
+    log.warning("%s; trying anyway", text)
 
 
 def size(count: int) -> str:
