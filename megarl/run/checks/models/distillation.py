@@ -70,8 +70,8 @@ def _check_url_settings(config: Config, name: str, teacher: TeacherConfig) -> No
         )
     if reads_distribution(config.algorithm):
         raise ConfigError(
-            f"teachers.{name}.url with algorithm.divergence={config.algorithm.divergence}: a server returns log-probs of "
-            "the sampled tokens alone; set algorithm.divergence=sampled, or give the teacher as teachers.NAME.path"
+            f"teachers.{name}.url with algorithm.divergence={config.algorithm.divergence}: a server returns log-probs "
+            "of the sampled tokens alone; set algorithm.divergence=sampled, or give the teacher as teachers.NAME.path"
         )
     for setting, none in (("parallel", None), ("dtype", None), ("offload", "none")):
         if getattr(teacher, setting) != none:
