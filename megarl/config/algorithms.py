@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeGuard
 
 from megarl.config.bounds import Bound, Coefficient, Count, NonNegative, Positive, UnitInterval
 from megarl.core.errors import ConfigError
@@ -146,6 +146,13 @@ class DistillConfig(ReinforcePPConfig):
     """Discount of a token's reward; the default of distill is 0."""
     reward_coef: Coefficient = 0.0
     """Coefficient of the group-relative advantage of the task's reward (GRPO's), beside the teachers' term."""
+    divergence: Literal["sampled", "forward_kl", "reverse_kl", "jsd"] = "sampled"
+    """Teachers' term: the reverse KL of the sampled token as its reward, or a divergence of the teacher's and the
+    student's distributions at each token as a loss (docs/distillation.md)."""
+    beta: Annotated[float, Bound(0, 1, above=True, below=True)] = 0.5
+    """β of ``divergence=jsd``: towards 0 the gradient is the forward KL's, towards 1 the reverse KL's."""
+    top_k: NonNegative = 0
+    """Tokens of a divergence: the teacher's k likeliest, with all others as one; 0 takes the whole vocabulary."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +183,16 @@ def settings_of(name: str) -> type[AlgorithmConfig]:
 def reads_teacher(config: AlgorithmConfig) -> bool:
     """Return True if the loss of expert rows reads their teacher's log-probs."""
     return isinstance(config, MixConfig) and config.expert_loss == "off_policy"
+
+
+def reads_distribution(config: AlgorithmConfig) -> TypeGuard[DistillConfig]:
+    """Return True if the loss has a divergence from the teachers' distributions."""
+    return isinstance(config, DistillConfig) and config.divergence != "sampled"
+
+
+def teacher_top_k(config: AlgorithmConfig) -> int:
+    """Return the number of its likeliest tokens that the loss reads of a teacher; 0 for none, or for all of them."""
+    return config.top_k if reads_distribution(config) else 0
 
 
 def owners(setting: str) -> list[str]:

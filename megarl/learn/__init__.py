@@ -19,6 +19,7 @@ FACE = (
     "models.from_scratch",
     "models.recompute",
     "models.specs",
+    "models.teaching",
     "parallel.grid",
     "parallel.process_groups",
     "training.adapters",

@@ -55,5 +55,5 @@ def backend() -> dict[str, str]:
     }
 
 
-FACE = ("logprob", "policy")
+FACE = ("divergence", "logprob", "policy")
 """Modules that other packages may import."""

@@ -169,7 +169,7 @@ class _Recompute(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_logp: torch.Tensor | None, grad_entropy: torch.Tensor | None) -> tuple[Any, ...]:
         hidden, weight, targets, norm, entropy = ctx.saved_tensors
-        gradients = _Gradients(hidden, weight, ctx.needs_input_grad, ctx.chunk)
+        gradients = Gradients(hidden, weight, ctx.needs_input_grad, ctx.chunk)
         buffer = hidden.new_empty(ctx.chunk, weight.shape[0])
         for rows in _chunks(hidden.shape[0], ctx.chunk):
             logits = _logits(hidden[rows], weight, buffer)
@@ -195,7 +195,7 @@ class _InForward(torch.autograd.Function):
         learning: bool,
     ) -> torch.Tensor:
         buffer = hidden.new_empty(chunk, weight.shape[0])
-        gradients = _Gradients(hidden, weight, ctx.needs_input_grad, chunk) if learning else None
+        gradients = Gradients(hidden, weight, ctx.needs_input_grad, chunk) if learning else None
         total = hidden.new_zeros((), dtype=native.real())
         for rows in _chunks(hidden.shape[0], chunk):
             logits = _logits(hidden[rows], weight, buffer)
@@ -225,7 +225,7 @@ class _InForward(torch.autograd.Function):
         return *gradients, None, None, None, None, None, None
 
 
-class _Gradients:
+class Gradients:
     """Sums of the gradients of hidden and weight over chunks."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...], chunk: int) -> None:

@@ -38,7 +38,8 @@ def save_other(path: Path, tokenizer: Path) -> Path:
 
 
 @pytest.mark.timeout(400)
-def test_two_teachers_by_data_source(tmp_path: Path) -> None:
+@pytest.mark.parametrize("divergence", ["sampled", pytest.param("jsd", marks=pytest.mark.soak)])
+def test_two_teachers_by_data_source(tmp_path: Path, divergence: str) -> None:
     """The first teacher is the student itself at the start, so its KL is 0 there; the other one's is not."""
     made = tmp_path / "made"
     checks.check(compose([*last_of_each(TINY), f"run.dir={made}"]))
@@ -55,6 +56,7 @@ def test_two_teachers_by_data_source(tmp_path: Path) -> None:
         "trainer.steps=2",
         "algorithm=distill",
         "algorithm.kl.coef=0",
+        f"algorithm.divergence={divergence}",
         "reward.routes={sums/left: reasoning_gym/chain_sum, right: reasoning_gym/chain_sum}",
         f"teachers.same={{path: {made}/model, sources: [sums/]}}",
         f"teachers.other={{path: {other}, parallel: {{tp: 2}}, offload: memory}}",
@@ -71,3 +73,4 @@ def test_two_teachers_by_data_source(tmp_path: Path) -> None:
     between = sorted((first["teacher/kl/same"], first["teacher/kl/other"]))
     assert between[0] < first["teacher/kl"] < between[1]
     assert first["actor/grad_norm"] > 0 and second["teacher/kl/same"] != 0.0
+    assert ("teacher/divergence" in first) == (divergence != "sampled")

@@ -99,6 +99,47 @@ def test_the_gradient_of_the_first_update(config: DistillConfig) -> None:
     assert logp.grad.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+@pytest.mark.parametrize("correction", ["none", "truncate", "mask"])
+def test_a_divergence_as_a_loss(correction: str, aggregation: str) -> None:
+    """Beside the loss of ``reward_coef`` each kept token has w·v·D, v by the correction; nothing else reaches D."""
+    step = make_step(8)
+    g = torch.Generator().manual_seed(9)
+    settings: dict[str, Any] = {"correction": correction, "aggregation": aggregation, "kl": KLConfig(0.0)}
+    sampled = DistillConfig(name="distill", reward_coef=0.3, **settings)
+    config = dataclasses.replace(sampled, divergence="jsd", normalize_by_std=True)
+    taught = DISTILL.step_advantages(step, config).advantages
+    alone = dataclasses.replace(step, teacher_weights=torch.zeros(len(LENGTHS), dtype=torch.float64))
+    assert torch.equal(taught, DISTILL.step_advantages(alone, sampled).advantages), "only the rewards' part"
+
+    engine = step.old_logp + 0.8 * torch.randn(len(step.mask), generator=g, dtype=torch.float64)
+    each = torch.rand(len(step.mask), generator=g, dtype=torch.float64)
+    dirty = torch.where(step.mask & (step.row != 2), each, math.nan).requires_grad_()
+    batch = LossInput(
+        step.old_logp.clone().requires_grad_(), None, step.old_logp, None, taught, step.mask, step.row, step.num_rows,
+        engine_logp=engine, divergence=dirty, teacher_weights=torch.tensor(WEIGHTS, dtype=torch.float64),
+    )  # fmt: skip
+    found = DISTILL.loss(batch, config)
+    plain = DISTILL.loss(dataclasses.replace(batch, divergence=None), sampled)
+    (gradient,) = torch.autograd.grad(found.total, dirty)
+    wanted, total = [0.0] * len(step.mask), 0.0
+    for t in step.mask.nonzero()[:, 0].tolist():
+        row = int(step.row[t])
+        ratio = math.exp(float(step.old_logp[t] - engine[t]))
+        v = {"none": 1.0, "truncate": min(ratio, 2.0), "mask": ratio if 0.5 <= ratio <= 2.0 else 0.0}[correction]
+        number = int((step.mask & (step.row == row)).sum())
+        wanted[t] = WEIGHTS[row] * v / (1 if aggregation == "token_mean" else number)
+        total += wanted[t] * float(each[t])
+    assert gradient.nan_to_num(math.inf).tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-12)
+    assert float((found.total - plain.total).detach()) == pytest.approx(total, rel=1e-6)
+    of_teachers = step.mask & torch.tensor(WEIGHTS)[step.row].bool()
+    assert [float(x) for x in found.metrics["teacher/divergence"]] == pytest.approx(
+        [float(each[of_teachers].sum()), int(of_teachers.sum())], rel=1e-6
+    )
+    with pytest.raises(ConfigError, match="algorithm.divergence=jsd needs the divergence from a teacher"):
+        DISTILL.loss(dataclasses.replace(batch, divergence=None), config)
+
+
 def test_what_is_masked_out_and_what_no_teacher_scores_do_not_matter() -> None:
     step, config = make_step(5), DistillConfig(gamma=0.9)
     clean = DISTILL.step_advantages(step, config).advantages

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.config import compose
+from megarl.config import Config, compose
 from megarl.config.load import to_dict
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.learn import algorithms
@@ -98,6 +98,23 @@ def test_teachers_and_algorithms(prepared: Path, teacher: Path) -> None:
     single = config_of(prepared, *taught_by(teacher), "algorithm.group_size=1", "algorithm.reward_coef=0.5")
     refused(ConfigError, single, "algorithm.reward_coef=0.5", "algorithm.group_size is 1")
     assert config_of_bench(config_of(prepared, *taught_by(teacher)), prepared).teachers == {}
+
+
+def test_divergences(prepared: Path, teacher: Path) -> None:
+    def given(*more: str) -> Config:
+        return config_of(prepared, *taught_by(teacher, more=more))
+
+    for more in ((), ("algorithm.top_k=3",), ("algorithm.reward_coef=1", "algorithm.correction=truncate")):
+        checks.check(given("algorithm.divergence=jsd", *more))
+    refused(ConfigError, given("algorithm.top_k=3"), "algorithm.top_k=3 with algorithm.divergence=sampled")
+    later = given("algorithm.divergence=forward_kl", "algorithm.gamma=0.5")
+    refused(ConfigError, later, "algorithm.gamma=0.5 with algorithm.divergence=forward_kl", "set algorithm.gamma=0")
+    actor = int(read_hf_config(prepared / "model")["vocab_size"])
+    many = given("algorithm.divergence=reverse_kl", f"algorithm.top_k={actor + 1}")
+    refused(ConfigError, many, f"algorithm.top_k={actor + 1}", f"teachers.t0.path={teacher}", f"{actor} ids in common")
+    for beta in ("0", "1"):
+        with pytest.raises(ConfigError, match=rf"algorithm.beta={beta} must be above 0 and below 1"):
+            given("algorithm.divergence=jsd", f"algorithm.beta={beta}")
 
 
 def test_two_teachers_of_one_source(prepared: Path, teacher: Path) -> None:

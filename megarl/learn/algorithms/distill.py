@@ -1,10 +1,14 @@
-"""On-policy distillation: the reverse KL of the sampled token to a teacher, as a token's reward.
+"""On-policy distillation: the reverse KL of the sampled token to a teacher as a token's reward, or a divergence of the
+teacher's and the student's distributions as a token's loss.
 
 Sources: GKD, 2306.13649; MiniLLM, 2306.08543; On-Policy Distillation, Thinking Machines Lab, 2025.
 
 r_t = w·(teacher_logp_t − old_logp_t), w: the teacher's ``weight``; its expectation is −w·KL(student ‖ teacher)
 A_t = Σ_{u≥t} γ^(u−t)·r_u + reward_coef·A_GRPO, sums over kept tokens; γ = 0 leaves the token's own term
 The loss is GRPO's.
+
+With another ``divergence`` than sampled r_t = 0, and the loss has also w·v_t·D_t of each token, v_t by ``correction``;
+D_t: ``ops/divergence.py``.
 """
 
 from __future__ import annotations
@@ -12,10 +16,11 @@ from __future__ import annotations
 import torch
 
 from megarl import ops
-from megarl.config.algorithms import AlgorithmConfig, DistillConfig
+from megarl.config.algorithms import AlgorithmConfig, DistillConfig, reads_distribution
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import grpo, terms
 from megarl.learn.algorithms.terms import surrogate
+from megarl.learn.algorithms.terms.correction import correction
 from megarl.learn.algorithms.terms.token_parts import doubles, repeated, spread_out
 from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 
@@ -35,7 +40,7 @@ def estimate(step: StepInput, config: DistillConfig) -> Estimate:
         )
     tokens = step.held(step.tokens)
     found = doubles(step.mask, _difference, step.teacher_logp, step.old_logp)
-    found *= repeated(step.held(step.teacher_weights), tokens)
+    found *= 0.0 if reads_distribution(config) else repeated(step.held(step.teacher_weights), tokens)
     if config.gamma:
         rewards = found.to(step.old_logp.dtype)
         cu_seqlens = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
@@ -57,8 +62,24 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """See the file's head."""
-    return surrogate.clipped("distill", batch, config)
+    """See the file's head.
+
+    Raises:
+        ConfigError: ``divergence`` is not sampled and the batch has no divergence.
+    """
+    result = surrogate.clipped("distill", batch, config)
+    if not reads_distribution(config):
+        return result
+    if batch.divergence is None or batch.teacher_weights is None:
+        raise ConfigError(f"algorithm.divergence={config.divergence} needs the divergence from a teacher in LossInput")
+    row, kept = batch.row, batch.mask & (batch.teacher_weights > 0)[batch.row]
+    weights = terms.token_weights(batch.mask, row, batch.num_rows, config, share=batch.share, dtype=torch.float64)
+    weights = weights * batch.teacher_weights[row]
+    if (corrected := correction(batch, config)[0]) is not None:
+        weights = weights * terms.masked(corrected.double(), batch.mask)
+    each = terms.masked(batch.divergence.double(), kept)
+    total = result.total + (weights * each).sum().to(result.total.dtype)
+    return Loss(total, result.metrics | {"teacher/divergence": (each.detach().sum(), kept.sum())})
 
 
 DISTILL = Algorithm(

@@ -59,6 +59,11 @@ class LossInput:
     """bool [num_rows]: True for the first row with a kept token of each trajectory; None like ``share``."""
     margin: torch.Tensor | None = None
     """float [num_rows / 2]: known margin by which each pair's chosen response is better (reward_model)."""
+    divergence: torch.Tensor | None = None
+    """float [T], with gradient: divergence of each token's distribution from the teacher's, 0 without a teacher; None
+    with ``divergence=sampled``."""
+    teacher_weights: torch.Tensor | None = None
+    """float64 [num_rows], ``weight`` of each row's teacher; 0 without a teacher. None as ``divergence``."""
 
     @property
     def cu_seqlens(self) -> torch.Tensor:

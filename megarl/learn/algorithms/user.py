@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from megarl.config.algorithms import AlgorithmConfig, ReMaxConfig
+from megarl.config.algorithms import AlgorithmConfig, ReMaxConfig, reads_distribution
 from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import GroupStats
 from megarl.core.user_file import import_value
@@ -246,6 +246,8 @@ def _two_rows(algorithm: Algorithm, token: LossInput, config: AlgorithmConfig) -
         given["expert"] = torch.tensor([False, True])
     if "actor" not in algorithm.roles:
         given["scores"] = token.logp[twice]
+    if reads_distribution(config):
+        given |= {"divergence": token.logp[twice], "teacher_weights": torch.ones(2, dtype=torch.float64)}
     return LossInput(
         logp=token.logp[twice],
         entropy=None if token.entropy is None else token.entropy[twice],

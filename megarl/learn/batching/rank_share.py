@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
 
 PIECE = 2**20
-"""Maximum positions of a step per exchange between ranks; a longer sequence is exchanged alone."""
+"""Maximum values of a step per exchange between ranks; a longer sequence is exchanged alone."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by their size in bytes."""
 _NOTHING = torch.iinfo(torch.int64).min
@@ -72,17 +73,17 @@ class StepShare:
         return whole.to(_BITS[values.element_size()]).view(values.dtype)
 
     def add_up(self, values: torch.Tensor) -> None:
-        """Sum ``values`` [T] in place over the ranks that hold a position. Every rank calls it."""
+        """Sum ``values`` [T, ...] in place over the ranks that hold a position. Every rank calls it."""
         starts = self.lengths.cumsum(0) - self.lengths
         own = self.lengths[self.numbers]
         ends = own.cumsum(0).tolist()
-        for first, end in _runs(self.lengths.tolist()):
+        for first, end in _runs(self.lengths.tolist(), max(1, PIECE // prod(values.shape[1:]))):
             held = range(*torch.searchsorted(self.numbers, torch.tensor([first, end])).tolist())
             places = []
             for i in held:
                 length, start = int(own[i]), int(starts[self.numbers[i]] - starts[first])
                 places.append((slice(ends[i] - length, ends[i]), slice(start, start + length)))
-            piece = values.new_zeros(int(self.lengths[first:end].sum()))
+            piece = values.new_zeros(int(self.lengths[first:end].sum()), *values.shape[1:])
             for mine, there in places:
                 piece[there] = values[mine]
             dist.all_reduce(piece)
@@ -90,11 +91,11 @@ class StepShare:
                 values[mine] = piece[there]
 
 
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield (first sequence, sequence after the last) of runs of at most ``PIECE`` positions."""
+def _runs(lengths: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield (first sequence, sequence after the last) of runs of at most ``most`` positions."""
     first, size = 0, 0
     for i, length in enumerate(lengths):
-        if size and size + length > PIECE:
+        if size and size + length > most:
             yield first, i
             first, size = i, 0
         size += length

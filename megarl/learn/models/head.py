@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from megarl import ops
+from megarl.learn.models.teaching import Columns, HeadInput
 from megarl.ops.logprob import IGNORED
 
 
@@ -37,18 +38,23 @@ class Request:
     """Maximum bytes of logits on this rank; None keeps all logits. See ``ops.linear_logprob``."""
     float32: bool = False
     """Compute logits in float32, from hidden states and weights of lower precision."""
+    columns: Columns | None = None
 
     @staticmethod
     def of(targets: torch.Tensor, device: torch.device, *settings: Any) -> Request:
-        """Make a request for targets [b, s] on the host, so that nothing waits for the device; -100 skips a position.
+        """Make a request for targets [b, s] on the host, so that nothing waits for the device; -100 skips a
+        position."""
+        places = requested(targets)
+        return Request(targets.t().reshape(-1)[places].to(device), places.to(device), *settings)
 
-        If all are skipped, the first is requested: then no GEMM or collective is empty.
-        """
-        flat = targets.t().reshape(-1)
-        places = torch.nonzero(flat != IGNORED).flatten()
-        if not len(places):
-            places = torch.zeros(1, dtype=torch.int64)
-        return Request(flat[places].to(device), places.to(device), *settings)
+
+def requested(targets: torch.Tensor) -> torch.Tensor:
+    """Return int64 [n]: the places (``Request.places``) of targets [b, s] that are not -100.
+
+    If all are skipped, the first is requested: then no GEMM or collective is empty.
+    """
+    places = torch.nonzero(targets.t().reshape(-1) != IGNORED).flatten()
+    return places if len(places) else torch.zeros(1, dtype=torch.int64)
 
 
 class Switch:
@@ -61,9 +67,10 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
     """Megatron's output layer with the same parameters, checkpoints and collectives; only ``forward`` differs.
 
     While a ``Request`` is set, ``forward`` returns float32 [s, b, 2] of (log-prob, entropy) over the whole vocabulary,
-    equal on all tensor-parallel ranks. GPTModel's transposed copy and Float16Module's upcast then process this instead
-    of [s, b, V]. Logits [n, V] in the model's dtype are computed for requested positions only. No other tensor has
-    their size, and the backward pass overwrites them with the gradient.
+    equal on all tensor-parallel ranks; [s, b, 2 + j] if the request asks for more columns. GPTModel's transposed copy
+    and Float16Module's upcast then process this instead of [s, b, V]. Logits [n, V] in the model's dtype are computed
+    for requested positions only. No other tensor has their size, and the backward pass overwrites them with the
+    gradient.
     """
 
     request: Request | None = None
@@ -102,7 +109,11 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
             logits_bytes=request.logits_bytes,
         )
         rows = torch.stack(outputs, dim=-1)
-        return rows.new_zeros(shape.numel(), 2).index_copy(0, request.places, rows).view(*shape, 2), None
+        if request.columns is not None:
+            settings = request.temperature, request.logits_bytes, request.float32
+            rows = torch.cat([rows, request.columns(HeadInput(hidden, weight, self.tp_group, *settings))], dim=-1)
+        number = rows.shape[1]
+        return rows.new_zeros(shape.numel(), number).index_copy(0, request.places, rows).view(*shape, number), None
 
 
 def install(stage: torch.nn.Module) -> None:

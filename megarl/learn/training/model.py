@@ -23,6 +23,7 @@ from megarl.learn.memory.phases import Place
 from megarl.learn.memory.resident_bytes import bucket_size
 from megarl.learn.memory.residents import Residents
 from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
+from megarl.learn.models.teaching import MoreColumns
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.adapters import ModelAdapters
 from megarl.learn.training.objectives import LossTokens, Objective
@@ -186,7 +187,13 @@ class Model:
 
     @torch.no_grad()
     def outputs(
-        self, sequences: Sequences, updates: Sequence[Sequence[MicroBatch]], *, temperature: float | None = None
+        self,
+        sequences: Sequences,
+        updates: Sequence[Sequence[MicroBatch]],
+        *,
+        temperature: float | None = None,
+        columns: MoreColumns | None = None,
+        more: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return float32 [T] for the held sequences: log-prob of each masked next token (or score of each position),
         else 0.
@@ -196,6 +203,8 @@ class Model:
                 requested sequences. If they are the micro-batches of the next updates, the first update's ratios are
                 exactly 1.
             temperature: None uses the head's temperature.
+            columns: Adds columns to the head's outputs.
+            more: [T, ``columns.width``]; on one rank for each position it receives the further columns.
         """
         self.residents.require("parameters")
         head = self.head
@@ -207,17 +216,29 @@ class Model:
 
         def keep(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, None]:
             if has_outputs:
-                _write(result, batch, outputs)
+                _write(result, batch, outputs[..., 0])
+                if more is not None:
+                    _write(more, batch, outputs[..., 2:])
             return outputs.sum(), None  # the schedule needs a loss
 
         with self.grid():
             has_outputs = _has_outputs()
             for batches in updates:
                 replay = _replay(self, sequences, batches)
-                run(self.chunks, sequences, batches, head, keep, forward_only=True, replay=replay)
+                run(self.chunks, sequences, batches, head, keep, forward_only=True, replay=replay, columns=columns)
         # For each position one rank has the output and the others have 0, so the sum is exact.
         sequences.add_up(result)
         return result
+
+
+def token_ids(model: Model) -> range | None:
+    """Return the token ids of this rank's rows of the output weight, padding included; None on ranks without one."""
+    for chunk in model.chunks:
+        layer = getattr(unwrap(chunk), "output_layer", None)
+        if layer is not None:
+            rows: int = layer.output_size_per_partition
+            return range(layer.tp_group.rank() * rows, (layer.tp_group.rank() + 1) * rows)
+    return None
 
 
 class WithoutAdapters:
@@ -260,9 +281,9 @@ def _has_outputs() -> bool:
 
 
 def _write(result: torch.Tensor, batch: MicroBatch, outputs: torch.Tensor) -> None:
-    """Write the first output of each position in a micro-batch to its position in the rank's sequences."""
+    """Write outputs [b, S, ...] of each position in a micro-batch to its position in the rank's sequences."""
     real = batch.index >= 0
-    result[batch.index[real]] = outputs[..., 0].detach().float().cpu()[real]
+    result[batch.index[real]] = outputs.detach().to(result.dtype).cpu()[real]
 
 
 class TrainedModel:
@@ -357,14 +378,14 @@ class TrainedModel:
 
         def loss_function(batch: MicroBatch, outputs: torch.Tensor) -> tuple[torch.Tensor, Any]:
             if logp is not None and has_outputs:
-                _write(logp, batch, outputs)
+                _write(logp, batch, outputs[..., 0])
             kept = LossTokens.of(batch, sequences)
             loss = objective.loss(kept, outputs[kept.place.to(outputs.device)])
             total = (loss.totals * scale.to(loss.total)).sum()
             return total, (total.detach(), loss.metrics)
 
         replay = _replay(self.model, sequences, batches, balanced=self._balanced)
-        schedule = partial(run, balanced=self._balanced, replay=replay)
+        schedule = partial(run, balanced=self._balanced, replay=replay, columns=objective.columns)
         collected = schedule(self.model.chunks, sequences, batches, self.model.head, loss_function, forward_only=False)
         self.model.gathered = True
         of_routers = measured(self.model.chunks, objective.name) if self._balanced else {}

@@ -18,6 +18,7 @@ from megarl.learn.algorithms import Algorithm, Loss, LossInput, terms
 from megarl.learn.algorithms.terms import value
 from megarl.learn.algorithms.terms.token_parts import counts
 from megarl.learn.batching import MicroBatch, Sequences
+from megarl.learn.models.teaching import MoreColumns
 
 
 @dataclass(frozen=True)
@@ -53,15 +54,32 @@ class Objective:
     """This micro-batch's share of the global denominators, [K] or a scalar."""
     loss: Callable[[LossTokens, torch.Tensor], Loss]
     """(tokens, the head's outputs [T', k]) -> sums on the outputs' device, never divided."""
+    columns: MoreColumns | None = None
+    """Adds columns to the head's outputs; None for those of ``Head`` alone."""
+
+
+@dataclass(frozen=True)
+class Taught:
+    """Distillation over distributions: the divergence of each token, as the third output of the head."""
+
+    columns: MoreColumns
+    weights: torch.Tensor
+    """float64 [n], ``weight`` of each held sequence's teacher; 0 for a sequence without one."""
 
 
 def policy(
-    algorithm: Algorithm, settings: AlgorithmConfig, sequences: Sequences, *, unchanged: bool = False
+    algorithm: Algorithm,
+    settings: AlgorithmConfig,
+    sequences: Sequences,
+    *,
+    unchanged: bool = False,
+    taught: Taught | None = None,
 ) -> Objective:
     """Make the objective from the algorithm's loss of log-probs.
 
     Args:
         unchanged: The weights are the update's starting weights, so the outputs serve as ``old_logp``.
+        taught: None without a divergence from teachers' distributions.
     """
     share, first = sample_shares(sequences)
 
@@ -91,11 +109,13 @@ def policy(
                 expert=by_row(sequences.expert, kept),
                 share=by_row(share, kept),
                 first=by_row(first, kept),
+                divergence=None if taught is None else outputs[:, 2],
+                teacher_weights=None if taught is None else by_row(taught.weights, kept),
             ).to(outputs.device),
             settings,
         )
 
-    return Objective("actor", count, loss)
+    return Objective("actor", count, loss, None if taught is None else taught.columns)
 
 
 def sample_shares(sequences: Sequences) -> tuple[torch.Tensor | None, torch.Tensor | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from megarl.core.processes import heartbeat
 from megarl.learn.batching import MicroBatch, Sequences
 from megarl.learn.models.gpt import unwrap
+from megarl.learn.models.teaching import MoreColumns
 from megarl.learn.parallel.context_parallel import gather_outputs
 
 if TYPE_CHECKING:
@@ -44,12 +45,14 @@ def run(
     forward_only: bool,
     balanced: bool = False,
     replay: Replay | None = None,
+    columns: MoreColumns | None = None,
 ) -> list[Any]:
     """Run ``batches`` through Megatron's schedule; gradients stay in the model's buffers.
 
     Sequences and micro-batches are on the host; inputs of the model and its loss are moved to the model's device.
     ``chunks``: this rank's part of the model, one module or ``parallel.vpp``. ``head``: None for a model that scores.
     ``balanced``: the routers measure their balance. ``replay``: expert ids of ``batches`` that the routers replay.
+    ``columns``: further columns of the outputs [b, S, k + ``width``].
     Under context parallelism every rank gets the outputs of whole sequences, and the gradient of its own share.
 
     Returns:
@@ -60,7 +63,7 @@ def run(
 
     from megarl.learn.models.attention_layout import on_device
     from megarl.learn.models.experts.balanced_router import sequences_of_tokens
-    from megarl.learn.models.head import Request, requesting
+    from megarl.learn.models.head import Request, requested, requesting
     from megarl.learn.models.rotary import by_token
     from megarl.learn.models.vision import has_sections, showing
 
@@ -90,6 +93,10 @@ def run(
                 wanted = batch.targets(sequences)[:, mine].long()
                 settings = head.vocab_size, head.temperature, head.logits_bytes, head.float32
                 request = Request.of(wanted, device, *settings)
+                if columns is not None:
+                    places = requested(wanted)
+                    source = batch.index[:, mine].t().reshape(-1)[places].clamp(min=0)
+                    request = replace(request, columns=columns.at(source))
                 stack.enter_context(requesting(unwrap(model), request))
             output = model(tokens, positions, None, **more)
 

@@ -21,7 +21,7 @@ from megarl.learn.algorithms.terms import kl
 from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
 from megarl.run.checks.models.dispatcher import check_dispatcher
-from megarl.run.checks.models.distillation import check_teacher_settings
+from megarl.run.checks.models.distillation import check_teacher_settings, check_top_k
 from megarl.run.checks.models.lora import check_adapters
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import check_hf, open_hf, read_hf_config
@@ -147,6 +147,7 @@ def check_role_models(config: Config, algorithm: Algorithm, hf_config: Mapping[s
         _check_vocabulary(role, files.base, found["vocab_size"], Path(config.model.path), hf_config["vocab_size"])
         if head == "lm":
             _check_language_model(role, files, layout, found)
+            check_top_k(config, role, found["vocab_size"], hf_config["vocab_size"])
             continue
         try:
             files.check(layout, found)

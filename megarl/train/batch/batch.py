@@ -18,6 +18,7 @@ from megarl.learn.algorithms import Algorithm
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_parts import repeated
 from megarl.learn.batching import Sequences, StepShare
+from megarl.learn.models.teaching import TeacherDistributions
 from megarl.train.batch.accounts import NONE, Amount, Excluded
 from megarl.train.batch.images import StepImages
 from megarl.train.batch.samples import StepSamples, without_routing
@@ -68,6 +69,8 @@ class StepBatch:
     """Sampled tokens in the loss of an update, and their trajectories."""
     excluded: dict[str, Amount] = field(default_factory=dict)
     """Reason -> samples in no update. Tokens excluded from a trained trajectory count without a trajectory."""
+    distributions: TeacherDistributions | None = None
+    """The teachers' distributions at the held positions; None without a divergence from them."""
 
     @property
     def teachers(self) -> list[str | None]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from megarl.config import Config
+from megarl.config.algorithms import reads_distribution
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Trajectory, name_of
 from megarl.learn.algorithms import Algorithm
@@ -17,9 +18,11 @@ from megarl.learn.algorithms.terms.token_parts import repeated
 from megarl.learn.batching import Sequences, StepShare, dealt, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.memory.phases import Phase
+from megarl.learn.models.teaching import TeacherHead
 from megarl.learn.training.model import Model, WithoutAdapters
 from megarl.train.batch.batch import StepBatch, StepPlan, each_once, overlong
 from megarl.train.batch.images import StepImages
+from megarl.train.inference.distributions import Distributions, scored_at_urls, teacher_heads
 from megarl.train.inference.models import Models
 from megarl.train.rank.ranks import on_all_ranks
 from megarl.weights.checkpoint.formats.score_pad import score_pad
@@ -38,6 +41,7 @@ class Inference:
     def __init__(self, config: Config, algorithm: Algorithm, models: Models, enter: Callable[[Phase], None]) -> None:
         self._config, self._algorithm = config, algorithm
         self.models, self.enter = models, enter
+        self._heads: list[TeacherHead] | None = None
 
     @property
     def first_update_infers(self) -> bool:
@@ -67,27 +71,40 @@ class Inference:
             outputs = model.outputs(sequences, [model.micro_batches(sequences, units) for units in lists])
             setattr(sequences, name, outputs)
         if "teacher_logp" in self._algorithm.needs:
-            sequences.teacher_logp = self._teacher_logp(batch)
+            self._ask_teachers(batch)
 
-    def _teacher_logp(self, batch: StepBatch) -> torch.Tensor:
-        """Return float32 [T]: log-probs by the teacher of each held sequence, 0 elsewhere. Teachers at URLs have given
-        theirs to the explorer."""
-        sequences, urls = (
-            batch.sequences,
-            {n for n, teacher in self._config.teachers.items() if teacher.url is not None},
-        )
-        found = torch.zeros(len(sequences.tokens))
-        scored = sequences.held(torch.tensor([name in urls for name in batch.teachers], dtype=torch.bool))
-        if scored.any():
-            assert sequences.teacher_logp is not None, "TaughtGroups drops groups without the scores of a teacher"
-            found = sequences.teacher_logp * repeated(scored, sequences.lengths)
+    def _ask_teachers(self, batch: StepBatch) -> None:
+        """Fill the fields of the teachers: log-probs by the teacher of each held sequence, and what a divergence from
+        its distributions reads; 0 elsewhere."""
+        sequences, settings = batch.sequences, self._config.algorithm
+        found = self._stored_logp(batch)
+        distributions = None
+        if reads_distribution(settings):
+            if self._heads is None:
+                self._heads = on_all_ranks(lambda: teacher_heads(self.models, settings.top_k))
+            distributions = Distributions(self.models, self._heads, settings.top_k, sequences)
         if self.models.teachers:
             self.enter(Phase.TEACHERS)
         for name, model, units in self._taught(batch.updates, batch.teachers):
             on_all_ranks(lambda name=name, model=model: check_ids(sequences, self._config, name, model))  # type: ignore[misc]
+            batches = [model.micro_batches(sequences, units)]
             # Every sequence has one teacher at most, so the sum is exact.
-            found += model.outputs(sequences, [model.micro_batches(sequences, units)])
-        return found
+            if distributions is None:
+                found += model.outputs(sequences, batches)
+            else:
+                columns, more = distributions.of(name)
+                found += model.outputs(sequences, batches, columns=columns, more=more)
+        sequences.teacher_logp = found
+        if distributions is not None:
+            batch.distributions = distributions.result(batch)
+
+    def _stored_logp(self, batch: StepBatch) -> torch.Tensor:
+        """Return float32 [T]: log-probs that teachers at URLs have given to the explorer, 0 for other sequences."""
+        sequences, scored = batch.sequences, scored_at_urls(batch, self._config.teachers)
+        if not scored.any():
+            return torch.zeros(len(sequences.tokens))
+        assert sequences.teacher_logp is not None, "TaughtGroups drops groups without the scores of a teacher"
+        return sequences.teacher_logp * repeated(scored, sequences.lengths)
 
     def _taught(
         self, updates: list[list[list[int]]], teachers: Sequence[str | None]

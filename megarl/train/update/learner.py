@@ -15,7 +15,7 @@ from megarl.buffer.experience import with_group_stats
 from megarl.buffer.experience.groups import group_stats
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config import Config
-from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig
+from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, reads_distribution
 from megarl.config.schema import TeacherConfig
 from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.schema import GroupStats, Trajectory, WeightsVersion
@@ -29,6 +29,7 @@ from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
 from megarl.train.batch.batch import StepBatch, make_batch
 from megarl.train.batch.images import StepImages
+from megarl.train.inference.distributions import divergence_of, teacher_weights
 from megarl.train.inference.inference import Inference
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.state import TrainState
@@ -71,7 +72,8 @@ class Learner:
         """Estimate advantages and make the step's updates; return the new state, and metrics."""
         settings = self.settings(state)
         state, estimated = self.estimate(state, batch)
-        policy = partial(objectives.policy, self.algorithm, settings, batch.sequences)
+        taught = divergence_of(batch, settings, self.config.teachers) if reads_distribution(settings) else None
+        policy = partial(objectives.policy, self.algorithm, settings, batch.sequences, taught=taught)
         first = policy(unchanged=True) if self.inference.first_update_infers else None
         state, updated = self.update(state, batch, policy(), settings, first)
         return state, estimated | updated
@@ -188,8 +190,7 @@ def step_input(
     stats = [row.group_stats or group_stats([row.reward.score]) for row in rows] + [NO_GROUP] * more
     greedy, bootstrap, weights = None, None, None
     if sequences.teacher_logp is not None:
-        found = [0.0 if name is None else teachers[name].weight for name in batch.teachers]
-        weights = torch.tensor(found, dtype=torch.float64)
+        weights = teacher_weights(batch.teachers, teachers)
     if "greedy" in algorithm.needs:
         scores = [row.greedy.reward.score for row in rows if row.greedy is not None] + [0.0] * more
         greedy = torch.tensor(scores, dtype=torch.float64)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from megarl.config import Config
-from megarl.config.algorithms import AlgorithmConfig, DistillConfig
+from megarl.config.algorithms import AlgorithmConfig, DistillConfig, reads_distribution, teacher_top_k
 from megarl.config.lengths import context_tokens
-from megarl.config.model_roles import teacher_of
+from megarl.config.model_roles import path_of, teacher_of
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
@@ -21,8 +21,10 @@ log = logging.getLogger(__name__)
 
 
 def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError unless the algorithm needs the teachers, and each data source has at most one."""
+    """Raise ConfigError unless the algorithm needs the teachers, each data source has at most one, and the settings of
+    the divergence have an effect."""
     teachers, needed = config.teachers, "teacher_logp" in algorithm.needs
+    _check_divergence(config.algorithm, needed)
     if teachers and not needed:
         raise ConfigError(
             f"teachers.{next(iter(teachers))} with algorithm.name={config.algorithm.name}, which learns from no "
@@ -66,6 +68,12 @@ def _check_url_settings(config: Config, name: str, teacher: TeacherConfig) -> No
             f"teachers.{name}.url with rollout.temperature={config.rollout.temperature:g}: the server's log-probs of "
             "given tokens are at temperature 1; set it to 1, or give the teacher as teachers.NAME.path"
         )
+    if reads_distribution(config.algorithm) and not config.algorithm.top_k:
+        raise ConfigError(
+            f"teachers.{name}.url with algorithm.divergence={config.algorithm.divergence} and algorithm.top_k=0: a "
+            "server returns no whole distributions; set algorithm.top_k (vLLM: at most --max-logprobs, 20), or give "
+            "the teacher as teachers.NAME.path"
+        )
     for setting, none in (("parallel", None), ("dtype", None), ("offload", "none")):
         if getattr(teacher, setting) != none:
             raise ConfigError(
@@ -81,8 +89,46 @@ def check_servers(config: Config, tokenizer: ChatTokenizer) -> None:
 
         ids = [number for number in range(tokenizer.largest_id + 1) if tokenizer.token(number) is not None]
         text_of = partial(tokenizer.decode, special=True)
-        for warning in check_teacher_servers(config.teachers, ids, text_of, context_tokens(config.rollout)):
+        context, top_k = context_tokens(config.rollout), teacher_top_k(config.algorithm)
+        for warning in check_teacher_servers(config.teachers, ids, text_of, context, top_k):
             log.warning("%s", warning)
+
+
+def _check_divergence(settings: AlgorithmConfig, needed: bool) -> None:
+    if not isinstance(settings, DistillConfig):
+        return
+    given = f"algorithm.divergence={settings.divergence}"
+    if not reads_distribution(settings):
+        if settings.top_k:
+            raise ConfigError(
+                f"algorithm.top_k={settings.top_k} with {given}, which reads the sampled token alone; set "
+                "algorithm.divergence to forward_kl, reverse_kl or jsd, or top_k to 0"
+            )
+        return
+    if not needed:
+        raise ConfigError(
+            f"{given} with algorithm.name={settings.name}, which learns from no teacher; add teacher_logp to its needs"
+        )
+    if settings.name == "distill" and settings.gamma:
+        raise ConfigError(
+            f"algorithm.gamma={settings.gamma:g} with {given}: a divergence is a loss of its own token, without "
+            "later rewards; set algorithm.gamma=0"
+        )
+    if settings.divergence == "jsd" and not 0.0 < settings.beta < 1.0:
+        raise ConfigError(
+            f"algorithm.beta={settings.beta:g} with {given} must be above 0 and below 1; set algorithm.divergence to "
+            "forward_kl for the limit at 0, or reverse_kl for the one at 1"
+        )
+
+
+def check_top_k(config: Config, role: str, teacher_size: int, actor_size: int) -> None:
+    """Raise ConfigError if ``algorithm.top_k`` exceeds the number of ids that a teacher and the actor both have."""
+    settings, both = config.algorithm, min(teacher_size, actor_size)
+    if reads_distribution(settings) and settings.top_k > both:
+        raise ConfigError(
+            f"algorithm.top_k={settings.top_k}, and {role}.path={path_of(config, role)} and the actor have {both} "
+            "ids in common; lower it, or set it to 0 for the whole vocabulary"
+        )
 
 
 def check_taught(config: Config, tasks: Sequence[Task]) -> None:

@@ -45,7 +45,7 @@ from megarl.weights.reshard.layout import Layout, Piece
 from megarl.weights.reshard.plan import ReshardPlan
 from megarl.weights.reshard.transport import GroupTransport
 
-__all__ = ["INDEX", "SINGLE", "export_hf", "load_into", "read_hf_config"]
+__all__ = ["INDEX", "SINGLE", "export_hf", "load_into", "output_rows", "read_hf_config"]
 
 _READ_ELEMENTS = 4 << 20
 
@@ -92,6 +92,26 @@ def load_into(
                 _load(source, piece, tensors[piece.local][boxes.index_of(piece.at, boxes.shape_of(piece.box))], tied)
     finally:
         source.close()
+
+
+def output_rows(path: Path, layout: Layout, ids: range, dtype: torch.dtype) -> torch.Tensor:
+    """Read the rows of the output weight for token ids [len(ids), H]: of the embedding if the layout's weights are
+    tied. Rows beyond the checkpoint's vocabulary are 0.
+
+    Raises CheckpointError for missing or truncated files.
+    """
+    name = LM_HEAD if LM_HEAD in layout.tensors else EMBEDDING
+    source = open_hf(path)
+    try:
+        size, width = source.shapes[name]
+        found = torch.zeros(len(ids), width, dtype=dtype)
+        held: boxes.Box = ((min(ids.start, size), min(ids.stop, size)), (0, width))
+        for box in boxes.split(held, _READ_ELEMENTS):
+            heartbeat.beat()
+            found[box[0][0] - ids.start : box[0][1] - ids.start, slice(*box[1])] = source.read(name, box)
+    finally:
+        source.close()
+    return found
 
 
 def _load(source: Source, piece: Piece, into: torch.Tensor, tied: bool) -> None:

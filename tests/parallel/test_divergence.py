@@ -1,0 +1,150 @@
+"""An update on divergences from two teachers' distributions against plain transformers, on every kind of grid."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megarl.config.algorithms import DistillConfig, KLConfig
+from megarl.config.schema import ParallelConfig, UpdateFilterConfig
+from tests.parallel.grid import run_grid
+from tests.parallel.parity import TOLERANCE
+from tests.parallel.test_teachers import GRIDS, TEMPERATURE, WEIGHTS, config_of, paths, taught, teacher_of
+
+__all__ = ["paths"]
+CASES: dict[str, tuple[str, float, int]] = {
+    "forward_kl": ("forward_kl", 0.5, 0),
+    "reverse_kl": ("reverse_kl", 0.5, 0),
+    "jsd": ("jsd", 0.3, 0),
+    "jsd of 5": ("jsd", 0.3, 5),
+    "reverse_kl of 5": ("reverse_kl", 0.5, 5),
+}
+"""Divergence, β and k."""
+ON_OTHER_GRIDS = ("jsd", "reverse_kl of 5")
+"""Cases on grids other than tensor-parallel ones."""
+BUDGET = 20000
+"""Bytes of logits: a few rows of a chunk."""
+
+
+def algorithm_of(case: str) -> DistillConfig:
+    divergence, beta, top_k = CASES[case]
+    settings: dict[str, Any] = {"divergence": divergence, "beta": beta, "top_k": top_k}
+    return DistillConfig(name="distill", kl=KLConfig(0.0), **settings)
+
+
+def step(
+    rank: int, paths: dict[str, str], every: list[tuple[tuple[ParallelConfig, ...], list[str]]]
+) -> list[dict[str, dict[str, float]]]:
+    """Runs in each rank, for each choice of grids and each of its cases: the update's metrics."""
+    from megatron.core import parallel_state
+
+    from megarl.learn import algorithms
+    from megarl.learn.parallel import process_groups
+    from megarl.train.inference.inference import Inference
+    from megarl.train.inference.models import Models
+    from megarl.train.rank.ranks import Ranks
+    from megarl.train.rank.state import TrainState
+    from megarl.train.update.learner import Learner
+    from megarl.train.update.updates import UpdateFilter
+
+    found = []
+    for grids, cases in every:
+        base = config_of(paths, grids)
+        process_groups.initialize(base.parallel, seed=1)
+        algorithm = algorithms.get("distill")
+        found.append({})
+        for case in cases:
+            trainer = replace(base.trainer, logits_bytes=BUDGET if case == "jsd" else None)
+            config = replace(base, algorithm=algorithm_of(case), trainer=trainer)
+            models = Models(config, algorithm)
+            models.make_actor(None)
+            models.load_beginning()
+            models.build(0, None, Path("none"), lambda phase: None)
+            reporter: Any = SimpleNamespace(log=lambda text: None, event=lambda kind, data: None)
+            inference = Inference(config, algorithm, models, lambda phase: None)
+            learner = Learner(config, algorithm, inference, UpdateFilter(UpdateFilterConfig(), reporter), Ranks())
+            batch = learner.batch_of(taught())
+            inference.fill(batch)
+            _, found[-1][case] = learner.train_step(TrainState("rl"), batch)
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def outcomes(log_p: torch.Tensor, log_q: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Probabilities of the teacher's likeliest tokens and of all others together, of teacher and student."""
+    p, q = log_p.exp(), log_q.exp()
+    if not top_k:
+        return p, q
+    ids = p.topk(top_k).indices
+    rest = torch.ones_like(p).scatter(-1, ids, 0.0)
+    return tuple(torch.cat([x.gather(-1, ids), (x * rest).sum(-1, keepdim=True)], -1) for x in (p, q))
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor, kind: str, beta: float) -> torch.Tensor:
+    if kind == "forward_kl":
+        return (p * (p / q).log()).sum(-1)
+    if kind == "reverse_kl":
+        return (q * (q / p).log()).sum(-1)
+    m = beta * p + (1 - beta) * q
+    return beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1)
+
+
+@pytest.fixture(scope="module")
+def expected(paths: dict[str, str]) -> dict[str, tuple[float, float, float]]:
+    """Each case's loss, gradient norm and mean divergence."""
+    from transformers import AutoModelForCausalLM
+
+    models = {
+        name: AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+        for name, path in paths.items()
+    }
+    size = models["actor"].config.vocab_size
+    assert models["wide"].config.vocab_size > size, "ids that only the teacher has get no mass"
+    found = {}
+    for case, (kind, beta, top_k) in CASES.items():
+        models["actor"].zero_grad()
+        terms, plain, number = [], [], 0
+        for i, trajectory in enumerate(taught()):
+            for sample in trajectory.samples():
+                ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()
+                at = len(sample.prompt_ids) - 1 + torch.from_numpy(sample.response_mask.copy()).nonzero()[:, 0]
+                number += len(at)
+                if (name := teacher_of(i)) is None:
+                    continue
+                log_q = torch.log_softmax(models["actor"](ids[None]).logits[0, at, :size] / TEMPERATURE, -1)
+                with torch.no_grad():
+                    log_p = torch.log_softmax(models[name](ids[None]).logits[0, at, :size] / TEMPERATURE, -1)
+                each = divergence(*outcomes(log_p, log_q, top_k), kind, beta)
+                plain += each.tolist()
+                terms.append(WEIGHTS[name] * each.sum())
+        loss = torch.stack(terms).sum() / number
+        loss.backward()
+        norm = torch.sqrt(sum(p.grad.pow(2).sum() for p in models["actor"].parameters()))
+        found[case] = (float(loss.detach()), float(norm), sum(plain) / len(plain))
+    return found
+
+
+def test_updates_equal_plain_transformers(
+    paths: dict[str, str], expected: dict[str, tuple[float, float, float]]
+) -> None:
+    found: dict[str, list[dict[str, dict[str, float]]]] = {}
+    for world in (1, 2):
+        names = [name for name, grids in GRIDS.items() if grids[0].world_size == world]
+        cases = [[*CASES] if name in ("one", "tp2") else [*ON_OTHER_GRIDS] for name in names]
+        by_rank = run_grid(world, step, paths, [(GRIDS[name], c) for name, c in zip(names, cases, strict=True)])
+        found |= {name: [answers[i] for answers in by_rank] for i, name in enumerate(names)}
+    assert sorted(found) == sorted(GRIDS)
+    for name, ranks in found.items():
+        for answer in ranks:
+            assert len(answer) >= len(ON_OTHER_GRIDS)
+            for case, metrics in answer.items():
+                loss, norm, mean = expected[case]
+                assert metrics["actor/loss"] == pytest.approx(loss, rel=TOLERANCE, abs=TOLERANCE * norm), (name, case)
+                assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=TOLERANCE), (name, case)
+                assert metrics["teacher/divergence"] == pytest.approx(mean, rel=1e-4), (name, case)
