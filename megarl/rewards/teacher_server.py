@@ -20,6 +20,7 @@ from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.schema import TEACHER, End, Reward, TeacherScores, Trajectory
 from megarl.rewards.model_server import ModelServer, RequestFailed, check_url
+from megarl.rewards.pool.tally import Tally
 
 KEY_VARIABLE = "MEGARL_TEACHER_KEY"
 """Environment variable with the key of every teacher's server; ``<this>_NAME`` for the teacher NAME alone."""
@@ -29,6 +30,8 @@ CLAMPED_LOGP = -9999.0
 """vLLM's replacement of a log-prob of minus infinity."""
 PROBED = 4096
 """Token ids whose texts are requested at once."""
+CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+"""Texts whose outer spaces some tokenizers remove when they decode (``clean_up_tokenization_spaces``)."""
 
 
 class ScoredLine(NamedTuple):
@@ -133,6 +136,8 @@ class TeacherServers:
         self._teachers = teachers
         urls = {name: config for name, config in teachers.items() if config.url is not None}
         self._servers = {name: TeacherServer(name, config, top_k, largest_id) for name, config in urls.items()}
+        self.tally = Tally(subject="teachers", verdict="score")
+        """Counts of trajectories with and without scores."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -173,9 +178,11 @@ class TeacherServers:
             return trajectory
         config = self._teachers[name]
         try:
-            scores = await _scored(server, trajectory)
+            with self.tally.waiting():
+                scores = await _scored(server, trajectory)
         except RequestFailed as failure:
             server.failures += 1
+            self.tally.add(failure.status, str(failure))
             if failure.away:
                 raise JobError(
                     f"{failure}, for {teacher_role(name)}.outage_s={config.outage_s:g}; start the teacher's server, "
@@ -188,6 +195,7 @@ class TeacherServers:
                 ) from failure
             return _failed(trajectory, failure)
         server.failures = 0
+        self.tally.add("ok", None)
         return replace(trajectory, teacher_scores=scores)
 
 
@@ -324,11 +332,17 @@ async def _first_difference(
 ) -> tuple[int, str] | None:
     """Return the first id with another text at the server, and that text. Texts of several tokens together may differ
     in spaces although those of each token are equal."""
-    other = await server.text_of(ids)
-    if other == text_of(ids):
+    other, own = await server.text_of(ids), text_of(ids)
+    if other in (own, _cleaned(own)):
         return None
     if len(ids) == 1:
         return ids[0], other
     middle = len(ids) // 2
     first = await _first_difference(server, ids[:middle], text_of)
     return first if first is not None else await _first_difference(server, ids[middle:], text_of)
+
+
+def _cleaned(text: str) -> str:
+    for each in CLEANED:
+        text = text.replace(each, each.strip())
+    return text

@@ -36,6 +36,8 @@ EXCLUDED = "select group_id, \"index\" from excluded where reason in ('teacher_e
 ROLLOUT = RolloutConfig(
     max_prompt_tokens=40, max_response_tokens=20, max_num_seqs=64, kv_cache_bytes=2**24, start_timeout_s=240.0
 )
+TIMEOUT_S = 4
+"""Time limit of a request; a loaded machine must not reach it."""
 FAULTS = 13
 """Of the trajectories, about five in this number get a bad reply; which ones depends on their tokens alone."""
 
@@ -48,6 +50,7 @@ class Proxy:
 
     def __init__(self, engine: RunningEngine) -> None:
         self._engine, self.last, self.replies = engine, math.inf, 0
+        self._slow: list[int] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -88,22 +91,22 @@ class Proxy:
             return web.Response()
         if asked and status == 200 and len(ids := json.loads(body)["prompt"]) > 8:  # the check before the start has 8
             self.replies += 1
-            text = await spoiled(sum(ids) % FAULTS, text)
+            text = await self._spoiled(ids, text)
         return web.Response(status=status, text=text, content_type="application/json")
 
-
-async def spoiled(kind: int, text: str) -> str:
-    answer = json.loads(text)
-    places = answer["choices"][0]["prompt_logprobs"]
-    if kind == 0:
-        answer["model"] = "another"
-    elif kind == 1:
-        places.pop()
-    elif kind in (2, 3):
-        next(iter(places[-1].values()))["logprob"] = (math.nan, 0.5)[kind - 2]
-    elif kind == 4:
-        await asyncio.sleep(1.5)
-    return json.dumps(answer)
+    async def _spoiled(self, ids: list[int], text: str) -> str:
+        answer, kind = json.loads(text), sum(ids) % FAULTS
+        places = answer["choices"][0]["prompt_logprobs"]
+        if kind == 0:
+            answer["model"] = "another"
+        elif kind == 1:
+            places.pop()
+        elif kind in (2, 3):
+            next(iter(places[-1].values()))["logprob"] = (math.nan, 0.5)[kind - 2]
+        elif kind == 4:
+            self._slow = self._slow or ids  # one alone, because each takes the whole time limit
+            await asyncio.sleep(TIMEOUT_S + 1 if ids == self._slow else 0)
+        return json.dumps(answer)
 
 
 @pytest.fixture
@@ -152,13 +155,19 @@ def test_a_teacher_behind_a_url(
         "reward.routes={sums/left: reasoning_gym/chain_sum, right: reasoning_gym/chain_sum}",
         "reward.on_error=mask",
         f"teachers.same={{path: {made}/model, sources: [sums/]}}",
-        f"teachers.other={{url: {proxy.url}, timeout_s: 1, retries: 0, outage_s: 1}}",
+        f"teachers.other={{url: {proxy.url}, timeout_s: {TIMEOUT_S}, retries: 0, outage_s: 1}}",
     ]
     whole = run(tmp_path / "whole", settings)
     first = steps_of(whole)[0]
     assert first["teacher/kl/same"] == pytest.approx(0.0, abs=1e-6) and first["teacher/kl/other"] > 0.5
     trained, failed = stored(whole)
-    words = ("of the model 'another'", "prompt_logprobs for", "nan of token", "0.5 of token", "no answer within 1 s")
+    words = (
+        "of the model 'another'",
+        "prompt_logprobs for",
+        "nan of token",
+        "0.5 of token",
+        f"no answer within {TIMEOUT_S} s",
+    )
     assert all(any(word in message for message in failed.values()) for word in words), set(failed.values())
     worst = compared(teacher.model_path, made / "model", trained)
     assert worst < 1e-4

@@ -24,6 +24,7 @@ from megarl.core.schema import TEACHER, End, Reward, Trajectory, Turn, WeightsSp
 from megarl.learn.batching import of_samples
 from megarl.rewards import model_server
 from megarl.rewards.teacher_server import TeacherServers, check_teacher_servers
+from megarl.run.launch.joining import differences
 from megarl.run.run_dir.changes import Change
 from tests.trajectories import VERSION, one_turn
 from tests.unit.small_job import config_of, refused
@@ -215,6 +216,21 @@ def test_failures_in_a_row_end_the_job() -> None:
         taught(Server(lambda number, answer: 400), [trajectory()] * 9, max_failures=3)
 
 
+def test_failures_are_a_line_for_the_terminal() -> None:
+    async def main() -> str | None:
+        async with TestServer(Server(lambda number, answer: 400 if number == 2 else None).app()) as running:
+            config = TeacherConfig(url=str(running.make_url("/v1")))
+            async with TeacherServers({"large": config}) as subject:
+                for _ in range(3):
+                    await subject.taught(trajectory(), "far")
+                return subject.tally.line()
+
+    line = asyncio.run(main())
+    assert line is not None and line.startswith(
+        "teachers: 1 of the last 3 scores failed (error 1); newest: the teacher l"
+    )
+
+
 def test_a_dead_teacher_is_waited_for_then_ends_the_job() -> None:
     returns = Server(lambda number, answer: 503 if number < 8 else None)
     [found] = taught(returns, [trajectory()], outage_s=60.0)
@@ -232,14 +248,16 @@ def test_teachers_with_a_path_are_named_only() -> None:
     assert TEACHER not in asyncio.run(main("other")).metadata
 
 
-def checked(server: Server, detokenizes: bool = True, context: int = 31, **settings: Any) -> list[str]:
+def checked(
+    server: Server, detokenizes: bool = True, context: int = 31, own: Callable[[int], str] = chr, **settings: Any
+) -> list[str]:
     """In threads, because the check has an event loop of its own."""
 
     async def main() -> list[str]:
         async with TestServer(server.app(detokenizes)) as running:
             config = TeacherConfig(**{"url": str(running.make_url("/v1")), **settings})
             work: Awaitable[list[str]] = asyncio.to_thread(
-                check_teacher_servers, {"large": config}, range(300), lambda ids: "".join(map(chr, ids)), context
+                check_teacher_servers, {"large": config}, range(300), lambda ids: "".join(map(own, ids)), context
             )
             return await work
 
@@ -265,15 +283,18 @@ def test_checks_before_the_start() -> None:
     assert "has no /detokenize" in warning
 
 
-def test_texts_that_differ_only_together() -> None:
-    """A tokenizer that cleans spaces up between tokens has the same tokens."""
+def test_texts_that_differ_in_spaces_alone() -> None:
+    """As where the server's tokenizer removes spaces before punctuation, or adds some between tokens."""
 
-    class Cleaning(Server):
+    class Spaced(Server):
         async def detokenize(self, request: web.Request) -> web.Response:
-            text = "".join(map(chr, (await request.json())["tokens"]))
-            return web.json_response({"prompt": text.replace("AB", "A B")})
+            text = "".join(map(spaced, (await request.json())["tokens"]))
+            return web.json_response({"prompt": text.replace("AB", "A B").replace(" .", ".")})
 
-    assert checked(Cleaning()) == []
+    def spaced(token: int) -> str:
+        return {200: " ."}.get(token, chr(token))
+
+    assert checked(Spaced(), own=spaced) == []
 
 
 def test_settings_of_a_url(prepared: Path, tmp_path: Path) -> None:
@@ -294,9 +315,14 @@ def test_settings_of_a_url(prepared: Path, tmp_path: Path) -> None:
         Change("teachers.large.url", None, "http://b/v1").trains() and Change("teachers.large.model", "a", "b").trains()
     )
     assert not Change("teachers.large.concurrency", 1, 2).trains()
+    with_url, without = (config_of(prepared, *distill, *given) for given in ([url], ["teachers.large.path=/m"]))
+    assert {change.setting for change in differences(with_url, without)} == {
+        "teachers.large.url",
+        "teachers.large.path",
+    }
 
 
-def test_images_are_not_sent(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_images_are_not_sent(prepared: Path) -> None:
     from megarl.run.checks.models.distillation import check_taught
     from tests.stores import make_task
 

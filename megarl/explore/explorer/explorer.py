@@ -421,7 +421,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
                 workflow,
                 trajectories,
                 timeline=Timeline(Path(config.run.dir) / "timeline", worker),
-                event_lines=scorer.tally.line,
+                event_lines=lambda: scorer.tally.line() or (teachers and teachers.tally.line()) or None,
                 teachers=teachers,
             )
             gc.collect()

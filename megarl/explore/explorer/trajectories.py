@@ -24,6 +24,7 @@ from megarl.explore.recording.limits import TokenLimits
 from megarl.explore.recording.model import NO_LIMITS, RolloutModel, Sampler
 from megarl.explore.workflows.types import Workflow
 from megarl.rewards import Verdict
+from megarl.rewards.pool.tally import Tally
 from megarl.rewards.verdict import NO_VERDICT, weighed_reward
 from megarl.tasks import ChatTokenizer
 
@@ -38,6 +39,8 @@ class Scorer(Protocol):
 
 class Teaching(Protocol):
     """Part of ``rewards.teacher_server.TeacherServers``."""
+
+    tally: Tally
 
     async def taught(self, trajectory: Trajectory, data_source: str) -> Trajectory: ...
 

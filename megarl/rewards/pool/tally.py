@@ -25,10 +25,16 @@ class Tally:
     """Counts tries to score an answer. ``line`` is rate-limited, and None while there is nothing to report.
 
     A failure is printed once, and again when twice as many of the recent verdicts have failed.
+
+    Args:
+        subject: First word of a line.
+        verdict: Noun for what is waited for.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        self._now = now
+    def __init__(
+        self, now: Callable[[], float] = time.monotonic, subject: str = "reward", verdict: str = "verdict"
+    ) -> None:
+        self._now, self._subject, self._verdict = now, subject, verdict
         self._recent: deque[str] = deque(maxlen=WINDOW)
         self._newest = ""
         self._failed = False
@@ -64,7 +70,7 @@ class Tally:
         if not parts:
             return None
         self._told_at = now
-        return "reward: " + "; ".join(parts)
+        return f"{self._subject}: " + "; ".join(parts)
 
     def _failures(self) -> Iterator[str]:
         if self._failed:
@@ -74,10 +80,11 @@ class Tally:
                 return
             self._told = counts.total()
             kinds = ", ".join(f"{status} {count}" for status, count in counts.most_common())
-            yield f"{counts.total()} of the last {len(self._recent)} verdicts failed ({kinds}); newest: {self._newest}"
+            recent = f"{counts.total()} of the last {len(self._recent)} {self._verdict}s"
+            yield f"{recent} failed ({kinds}); newest: {self._newest}"
 
     def _waits(self, now: float) -> Iterator[str]:
         oldest_s = now - next(iter(self._waiting.values()), now)
         if oldest_s >= LONG_S and now - self._told_wait_at >= LONG_S:
             self._told_wait_at = now
-            yield f"{len(self._waiting)} answers wait for a verdict, one of them for {oldest_s:.0f} s"
+            yield f"{len(self._waiting)} answers wait for a {self._verdict}, one of them for {oldest_s:.0f} s"
