@@ -1,4 +1,4 @@
-"""Cost of a divergence from a teacher's distributions beside the policy loss: ``python benchmarks/divergence.py``, which
+"""Cost of a divergence from distributions beside the policy loss: ``python benchmarks/divergence.py``, which
 writes docs/benchmarks/divergence.md.
 
 Both begin with the head's hidden states and end with their gradient and the output weight's. Runs alternate.
@@ -16,7 +16,7 @@ import torch
 from megarl.ops import linear_logprob, policy_loss
 from megarl.ops.divergence import Divergence, TopK, WholeVocabulary, linear_divergence, linear_top_k
 
-TOKENS, VOCABULARY, HIDDEN, BUDGET, ROUNDS = 512, 32768, 1024, 2**26, 5
+TOKENS, VOCABULARY, HIDDEN, BUDGET, ROUNDS = 256, 32768, 1024, 2**26, 5
 TEACHERS = (1024, 4096)
 """Hidden sizes of teachers."""
 LIKELIEST = 64
@@ -66,9 +66,9 @@ def main() -> None:
     policy_s = statistics.median(found["policy loss"])
     text = page.Text()
     text.say(
-        f"Forward and backward pass of head and loss: {TOKENS} tokens, vocabulary {VOCABULARY:,}, hidden size {HIDDEN:,}, "
-        f"float32, `logits_bytes` {BUDGET // 2**20} MiB; medians of {ROUNDS} runs. A divergence is added to the policy "
-        "loss, so an update's head and loss take 1 + ratio."
+        f"Forward and backward pass of head and loss: {TOKENS} tokens, vocabulary {VOCABULARY:,}, "
+        f"hidden size {HIDDEN:,}, float32, `logits_bytes` {BUDGET // 2**20} MiB; medians of {ROUNDS} runs. A divergence "
+        "is added to the policy loss, so an update's head and loss take 1 + ratio."
     )
     text.say("")
     text.say("| computed | seconds | ratio to the policy loss |")

@@ -19,7 +19,6 @@ has no collective.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -29,8 +28,8 @@ import torch
 from megarl.ops import checks, logprob
 from megarl.ops.linear import Gradients
 
-BUFFERS = 7
-"""Float buffers [c, V] that a chunk needs: logits of both models, and terms of the sums."""
+BUFFERS = 6
+"""Float buffers [c, V] that a chunk needs: logits, log-probs, and probabilities of both models and their mixture."""
 CHUNK_BYTES = 2**28
 """Bytes of a chunk's buffers without ``logits_bytes``."""
 LEAST_TAIL = 1e-6
@@ -54,19 +53,40 @@ class Divergence:
                 "for the one at 1"
             )
 
-    def terms(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (terms whose sum is the divergence, its derivatives by ``b``) for log-probs [c, n] of teacher and
-        student."""
+    def sums(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (divergence [c], its Σ g [c]) for log-probs [c, n] of teacher and student, which are overwritten."""
         if self.kind == "forward_kl":
             p = a.exp()
-            return p * (a - b), p.neg_()
+            return _dot(p, a.sub_(b)), -p.sum(-1)
         if self.kind == "reverse_kl":
             q = b.exp()
-            terms = q * (b - a)
-            return terms, q.add_(terms)
-        m = torch.logaddexp(a + math.log(self.beta), b + math.log1p(-self.beta))
-        of_student = b.exp().mul_(b - m).mul_(1.0 - self.beta)
-        return a.exp().mul_(m.neg_().add_(a)).mul_(self.beta).add_(of_student), of_student
+            found = _dot(q, b.sub_(a))
+            return found, found + q.sum(-1)
+        p, q, log_m = self._mixture(a, b)
+        of_student = _dot(q, b.sub_(log_m)) * (1.0 - self.beta)
+        return _dot(p, a.sub_(log_m)) * self.beta + of_student, of_student
+
+    def derivatives(self, a: torch.Tensor, b: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        """Return [c, n]: g − q·Σ g, the gradient by the student's logits. Overwrites ``a`` and ``b``.
+
+        ``total``: [c, 1], Σ g of all shards.
+        """
+        if self.kind == "forward_kl":
+            return b.exp_().mul_(-total).sub_(a.exp_())
+        if self.kind == "reverse_kl":
+            return a.neg_().add_(b).add_(1.0 - total).mul_(b.exp_())
+        _, q, log_m = self._mixture(a, b)
+        return b.sub_(log_m).mul_(1.0 - self.beta).sub_(total).mul_(q)
+
+    def _mixture(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return p, q and log m. An m that is too small for the dtype counts as the smallest."""
+        p, q = a.exp(), b.exp()
+        return p, q, torch.lerp(q, p, self.beta).clamp_(min=torch.finfo(q.dtype).tiny).log_()
+
+
+def _dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Return [c]: sums of products of the rows [c, n]."""
+    return torch.bmm(a[:, None], b[:, :, None])[:, 0, 0]
 
 
 @dataclass(frozen=True)
@@ -84,7 +104,8 @@ class VocabularyShard:
     def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return [c, V] logits / temperature in float32 (float64 for float64 inputs)."""
         z = torch.mm(hidden, weight.t())
-        return z.to(torch.promote_types(z.dtype, torch.float32)).div_(self.temperature)
+        z = z.to(torch.promote_types(z.dtype, torch.float32))
+        return z if self.temperature == 1.0 else z.div_(self.temperature)
 
     def gathered(self, values: torch.Tensor) -> torch.Tensor:
         """Return [R, ...] of the group's ranks."""
@@ -95,8 +116,17 @@ class VocabularyShard:
         return parts
 
     def sums(self, *values: torch.Tensor) -> torch.Tensor:
-        """Return [c, n]: sums over all columns of the vocabulary, of n tensors [c, V]."""
-        return self.gathered(torch.stack([x.sum(-1) for x in values], -1)).sum(0)
+        """Return [c, n]: n sums [c] of this shard, added up over all shards."""
+        return self.gathered(torch.stack(values, -1)).sum(0)
+
+    def log_probs(self, z: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (log-probs [c, V] of logits, [c, 1]: log Σ exp(z) over all columns of the vocabulary)."""
+        own = torch.log_softmax(z, -1)
+        if self.group is None or self.group.size() == 1:
+            return own, z[:, :1] - own[:, :1]
+        shift = z[:, :1] - own[:, :1] if z.shape[1] else z.new_full((z.shape[0], 1), -torch.inf)
+        norm = torch.logsumexp(self.gathered(shift), 0)
+        return own.add_(shift - norm) if z.shape[1] else own, norm
 
     def log_norm(self, z: torch.Tensor) -> torch.Tensor:
         """Return [c, 1]: log Σ exp(z) over all columns of the vocabulary."""
@@ -139,18 +169,17 @@ class WholeVocabulary:
         self, z: torch.Tensor, rows: slice, shard: VocabularyShard, divergence: Divergence
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Teacher``."""
-        y = shard.logits(self.hidden[rows], self.weight)
-        norms = [shard.log_norm(y), shard.log_norm(z)]
-        found = shard.sums(*divergence.terms(y.sub_(norms[0]), z.sub_(norms[1])))
-        return found[:, 0], torch.cat([*norms, found[:, 1:]], -1)
+        b, norm = shard.log_probs(z)
+        a, norm_of_teacher = shard.log_probs(shard.logits(self.hidden[rows], self.weight))
+        found = shard.sums(*divergence.sums(a, b))
+        return found[:, 0], torch.cat([norm_of_teacher, norm, found[:, 1:]], -1)
 
     def gradient(
         self, z: torch.Tensor, rows: slice, stats: torch.Tensor, shard: VocabularyShard, divergence: Divergence
     ) -> torch.Tensor:
         """See ``Teacher``."""
         y = shard.logits(self.hidden[rows], self.weight)
-        g = divergence.terms(y.sub_(stats[:, :1]), z.sub_(stats[:, 1:2]))[1]
-        return g.sub_(z.exp_().mul_(stats[:, 2:]))
+        return divergence.derivatives(y.sub_(stats[:, :1]), z.sub_(stats[:, 1:2]), stats[:, 2:])
 
 
 @dataclass(frozen=True)
@@ -168,47 +197,48 @@ class TopK:
         self, z: torch.Tensor, rows: slice, shard: VocabularyShard, divergence: Divergence
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Teacher``."""
-        at, is_here = shard.local(self.ids[rows])
-        norm = shard.log_norm(z)
-        own = torch.where(is_here, z.gather(1, at), 0.0) if z.shape[1] else torch.zeros_like(at, dtype=z.dtype)
-        b = shard.gathered(own).sum(0) - norm
-        rest = shard.log_norm(self._without(z, at, is_here)) if self._has_tail else norm
-        g = self._outcomes(rows, b, rest - norm, divergence)
-        return g[0].sum(-1), torch.cat([norm, rest, g[1]], -1)
+        own, at, is_here = self._taken(z, rows, shard)
+        taken = shard.gathered(torch.where(is_here, own, 0.0)).sum(0)
+        rest = shard.log_norm(z)
+        norm = torch.logaddexp(rest, torch.logsumexp(taken, -1, keepdim=True))
+        b = torch.cat([taken, rest], -1)[:, : self._outcomes].sub_(norm)
+        value, total = divergence.sums(self._teachers(rows, b), b.clone())
+        return value, torch.cat([norm, rest, total[:, None], b], -1)
 
     def gradient(
         self, z: torch.Tensor, rows: slice, stats: torch.Tensor, shard: VocabularyShard, divergence: Divergence
     ) -> torch.Tensor:
         """See ``Teacher``."""
-        at, is_here = shard.local(self.ids[rows])
-        norm, rest, g = stats[:, :1], stats[:, 1:2], stats[:, 2:]
-        of_ids, total = g[:, : at.shape[1]], g.sum(-1, keepdim=True)
-        # A token of the tail has its share of the tail's derivative: g_tail · q_j / q_tail.
-        found = self._without(z, at, is_here).sub_(rest).exp_().mul_(g[:, -1:]) if self._has_tail else z * 0.0
-        found.sub_(z.sub_(norm).exp_().mul_(total))
-        if z.shape[1]:
-            found.scatter_add_(1, at, torch.where(is_here, of_ids, 0.0))
-        return found
+        _, at, is_here = self._taken(z, rows, shard)
+        rest, total, b = stats[:, 1:2], stats[:, 2:3], stats[:, 3:].clone()
+        found = divergence.derivatives(self._teachers(rows, b), b, total)
+        if self._outcomes == at.shape[1]:
+            z.zero_()
+        else:  # a token of the tail has its share of the tail's derivative
+            z.sub_(rest).exp_().mul_(found[:, -1:])
+        return z.scatter_add_(1, at, torch.where(is_here, found[:, : at.shape[1]], 0.0)) if z.shape[1] else z
 
     @property
-    def _has_tail(self) -> bool:
-        return self.ids.shape[1] < self.vocab_size
+    def _outcomes(self) -> int:
+        """Number of outcomes, the tail included."""
+        return min(self.ids.shape[1] + 1, self.vocab_size)
 
-    def _outcomes(
-        self, rows: slice, b: torch.Tensor, tail: torch.Tensor, divergence: Divergence
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``Divergence.terms`` of the k tokens and the tail."""
-        a = self.logp[rows].to(b.dtype)
-        if self._has_tail:
-            a, b = torch.cat([a, tail_logp(a)], -1), torch.cat([b, tail], -1)
-        return divergence.terms(a, b)
-
-    def _without(self, z: torch.Tensor, at: torch.Tensor, is_here: torch.Tensor) -> torch.Tensor:
-        """Return a copy of ``z`` with -inf at the k tokens."""
+    def _taken(
+        self, z: torch.Tensor, rows: slice, shard: VocabularyShard
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return (logits of the k tokens in this shard, their columns, True for those in this shard), and write -inf in
+        their place."""
+        at, is_here = shard.local(self.ids[rows])
         if not z.shape[1]:
-            return z.clone()
-        removed = torch.zeros_like(z, dtype=torch.int32).scatter_add_(1, at, is_here.int())
-        return z.masked_fill(removed > 0, -torch.inf)
+            return z.new_zeros(at.shape), at, is_here
+        own = z.gather(1, at)
+        z.scatter_reduce_(1, at, torch.where(is_here, -torch.inf, torch.inf).to(z.dtype), "amin")
+        return own, at, is_here
+
+    def _teachers(self, rows: slice, like: torch.Tensor) -> torch.Tensor:
+        """Return the teacher's log-probs of the outcomes."""
+        a = self.logp[rows].to(like.dtype, copy=True)
+        return a if self._outcomes == a.shape[1] else torch.cat([a, tail_logp(a)], -1)
 
 
 def tail_logp(logp: torch.Tensor) -> torch.Tensor:
@@ -244,7 +274,7 @@ def linear_divergence(
 
     The gradient of ``hidden`` is **this rank's part**, as in :func:`linear_logprob`; the teacher gets none.
 
-    Collectives: three all-gathers of at most k + 2 floats a row for each chunk, in the forward pass.
+    Collectives: two or three all-gathers of at most k floats a row for each chunk, in the forward pass.
 
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or device.
@@ -332,11 +362,13 @@ class _LinearDivergence(torch.autograd.Function):
         hidden, weight = ctx.saved_tensors
         teacher, divergence, shard, chunk = ctx.settings
         gradients = Gradients(hidden, weight, ctx.needs_input_grad, chunk)
+
+        def of_logits(rows: slice, stats: torch.Tensor) -> torch.Tensor:
+            gradient = teacher.gradient(shard.logits(hidden[rows], weight), rows, stats, shard, divergence)
+            return gradient.mul_(upstream[rows, None] / shard.temperature).to(hidden.dtype)
+
         for rows, stats in zip(_slices(hidden.shape[0], chunk), ctx.stats, strict=True):
-            z = shard.logits(hidden[rows], weight)
-            gradient = teacher.gradient(z, rows, stats, shard, divergence)
-            gradient.mul_(upstream[rows, None] / shard.temperature)
-            gradients.add(rows, gradient.to(hidden.dtype))
+            gradients.add(rows, of_logits(rows, stats))
         return *gradients.result(), None, None, None, None
 
 

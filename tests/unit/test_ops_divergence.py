@@ -216,4 +216,4 @@ def test_memory_is_bounded_by_the_budget(divergence: Divergence, top_k: int) -> 
             gradients = torch.autograd.grad(values.sum(), [hidden, weight])
     gradient_bytes = sum(x.nbytes for x in gradients)
     per_row = rows * (top_k + 8) * 8
-    assert budget / 2 < peak.most - gradient_bytes < budget + per_row, (peak.most, gradient_bytes)
+    assert budget / 6 < peak.most - gradient_bytes < budget + per_row, (peak.most, gradient_bytes)
