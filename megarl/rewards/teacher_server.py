@@ -78,13 +78,7 @@ class TeacherServer:
         Raises RequestFailed: the server is unreachable or refuses the request, or its reply is for another model, or
         lacks a place, or has no valid log-prob there.
         """
-        body = {
-            "model": self.model,
-            "prompt": ids.tolist(),
-            "max_tokens": 1,
-            "prompt_logprobs": self._top_k,
-            "add_special_tokens": False,
-        }
+        body = {"model": self.model, "prompt": ids.tolist(), "max_tokens": 1, "prompt_logprobs": self._top_k}
         return await self.server.request("POST", "/completions", body, lambda answer: self._read(answer, ids, wanted))
 
     async def text_of(self, ids: Sequence[int]) -> str:

@@ -132,26 +132,28 @@ def check_top_k(config: Config, role: str, teacher_size: int, actor_size: int) -
 
 
 def check_taught(config: Config, tasks: Sequence[Task]) -> None:
-    """Check that every task to train on has something to learn from. Raises DataError naming the first that has not."""
+    """Check that every task to train on has something to learn from, and no images for a teacher at a URL. Raises
+    DataError naming the first that fails."""
     if not config.teachers:
         return
-    known: set[str] = set()
+    known: set[tuple[str, bool]] = set()
     for task in tasks:
+        kind = task.data_source, bool(task.images)
+        if kind in known:
+            continue
+        known.add(kind)
         name = teacher_of(config.teachers, task.data_source)
         if task.images and name is not None and config.teachers[name].url is not None:
             raise DataError(
                 f"{place(config, 'train', task)} has images, which teachers.{name}.url is not sent; give these tasks "
-                f"a teacher with a path (teachers.NAME.path)"
+                "a teacher with a path (teachers.NAME.path)"
             )
-        if task.data_source in known:
-            continue
         if name is None and not _learns_from_rewards(config.algorithm):
             raise DataError(
                 f"{place(config, 'train', task)} has data_source {task.data_source!r}, which no teacher has among its "
                 f"sources; add it to teachers.{next(iter(config.teachers))}.sources (prefixes end in /), give one "
                 "teacher no sources, or set algorithm.reward_coef above 0 to learn from its reward alone"
             )
-        known.add(task.data_source)
 
 
 def _learns_from_rewards(settings: AlgorithmConfig) -> bool:
