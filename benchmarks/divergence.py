@@ -67,8 +67,8 @@ def main() -> None:
     text = page.Text()
     text.say(
         f"Forward and backward pass of head and loss: {TOKENS} tokens, vocabulary {VOCABULARY:,}, "
-        f"hidden size {HIDDEN:,}, float32, `logits_bytes` {BUDGET // 2**20} MiB; medians of {ROUNDS} runs. A divergence "
-        "is added to the policy loss, so an update's head and loss take 1 + ratio."
+        f"hidden size {HIDDEN:,}, float32, `logits_bytes` {BUDGET // 2**20} MiB; medians of {ROUNDS} runs. A "
+        "divergence is added to the policy loss, so an update's head and loss take 1 + ratio."
     )
     text.say("")
     text.say("| computed | seconds | ratio to the policy loss |")

@@ -15,9 +15,11 @@ from megarl.config.algorithms import DistillConfig, KLConfig
 from megarl.config.schema import ParallelConfig, UpdateFilterConfig
 from tests.parallel.grid import run_grid
 from tests.parallel.parity import TOLERANCE
-from tests.parallel.test_teachers import GRIDS, TEMPERATURE, WEIGHTS, config_of, paths, taught, teacher_of
+from tests.parallel.test_teachers import GRIDS as TEACHERS_GRIDS
+from tests.parallel.test_teachers import TEMPERATURE, WEIGHTS, config_of, paths, taught, teacher_of
 
 __all__ = ["paths"]
+GRIDS = TEACHERS_GRIDS | {"sp2": (ParallelConfig(tp=2, sequence_parallel=True), None, None)}
 CASES: dict[str, tuple[str, float, int]] = {
     "forward_kl": ("forward_kl", 0.5, 0),
     "reverse_kl": ("reverse_kl", 0.5, 0),
