@@ -48,9 +48,6 @@ class Sequences:
     teacher_logp: torch.Tensor | None = None
     """Log-probs by each sequence's teacher; 0 for sequences without one. Before inference only of
     teachers at URLs."""
-    teacher_top_k: torch.Tensor | None = None
-    """float32 [T, 2·k]: ids of the likeliest tokens of a teacher at a URL (exact below 2**24), then their
-    log-probs."""
     values: torch.Tensor | None = None
     expert: torch.Tensor | None = None
     """bool [n]; True for demonstrations among responses (mix)."""
@@ -168,24 +165,29 @@ def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
     if any(sample.teacher is not None for sample in samples):
         logp = [np.zeros(len(s.response_ids), np.float32) if s.teacher is None else s.teacher.logp for s in samples]
         result.teacher_logp = per_token(logp, result)
-        result.teacher_top_k = _top_k(samples, result)
     if samples and all(sample.routing is not None for sample in samples):
         result.routing = _routing(samples)
     return result
 
 
-def _top_k(samples: Sequence[TrainingSample], sequences: Sequences) -> torch.Tensor | None:
-    """Return the likeliest tokens of teachers at URLs [T, 2·k]; None without any."""
-    k = max(0 if sample.teacher is None else sample.teacher.top_k for sample in samples)
+def likeliest_tokens(samples: Sequence[TrainingSample], sequences: Sequences) -> torch.Tensor | None:
+    """Return float32 [T, 2·k]: ids (exact below 2**24) of the k tokens that teachers at URLs prefer, then their
+    log-probs; 0 elsewhere. None without any.
+
+    Args:
+        samples: Samples of the first sequences.
+    """
+    k = max((0 if sample.teacher is None else sample.teacher.top_k for sample in samples), default=0)
     if not k:
         return None
     found = torch.zeros(len(sequences.tokens), 2 * k)
-    none = [np.zeros((len(sample.response_ids), 2 * k), np.float32) for sample in samples]
     each = [
-        empty if s.teacher is None else np.concatenate([s.teacher.ids.astype(np.float32), s.teacher.logps], -1)
-        for s, empty in zip(samples, none, strict=True)
+        np.zeros((len(s.response_ids), 2 * k), np.float32)
+        if s.teacher is None
+        else np.concatenate([s.teacher.ids.astype(np.float32), s.teacher.logps], -1)
+        for s in samples
     ]
-    _put(found, each, sequences.cu_seqlens[1:].tolist())
+    _put(found, each, sequences.cu_seqlens[1 : len(each) + 1].tolist())
     return found
 
 
@@ -229,11 +231,9 @@ def joined(sampled: Sequences, demonstrated: Sequences) -> Sequences:
         value, other = getattr(sampled, name), getattr(demonstrated, name)
         if value is None:
             return None
-        return torch.cat(
-            [value, value.new_zeros((len(demonstrated.tokens), *value.shape[1:])) if other is None else other]
-        )
+        return torch.cat([value, value.new_zeros(len(demonstrated.tokens)) if other is None else other])
 
-    ids, of_models = sampled.routing, ("engine_logp", "old_logp", "ref_logp", "teacher_logp", "teacher_top_k", "values")
+    ids, of_models = sampled.routing, ("engine_logp", "old_logp", "ref_logp", "teacher_logp", "values")
     values: dict[str, Any] = {name: together(name) for name in ("advantages", "returns", "lag", *of_models)}
     return Sequences(
         torch.cat([sampled.tokens, demonstrated.tokens]),

@@ -69,8 +69,8 @@ class Distributions:
         sequences.add_up(self._found)
         scored = repeated(scored_at_urls(batch, self._teachers), sequences.lengths)
         if scored.any():
-            assert sequences.teacher_top_k is not None, "TaughtGroups drops groups without the scores of a teacher"
-            self._found[scored] = sequences.teacher_top_k[scored]
+            assert batch.teacher_top_k is not None, "TaughtGroups drops groups without the scores of a teacher"
+            self._found[scored] = batch.teacher_top_k[scored]
         if not k:
             return TeacherDistributions(self._heads, teacher, teacher_hidden=self._found)
         ids, logp = self._found[:, :k].int(), self._found[:, k:].contiguous()
