@@ -190,6 +190,11 @@ def reads_distribution(config: AlgorithmConfig) -> TypeGuard[DistillConfig]:
     return isinstance(config, DistillConfig) and config.divergence != "sampled"
 
 
+def teacher_top_k(config: AlgorithmConfig) -> int:
+    """Return the number of its likeliest tokens that the loss reads of a teacher; 0 for none, or for all of them."""
+    return config.top_k if reads_distribution(config) else 0
+
+
 def owners(setting: str) -> list[str]:
     """Names of the algorithms that add ``setting``; ``[]`` if all have it or it is unknown."""
     if setting in {f.name for f in fields(AlgorithmConfig)}:

@@ -48,11 +48,12 @@ class TeacherServer:
 
     Args:
         top_k: Number of the teacher's likeliest tokens to request at each place, with their log-probs.
+        largest_id: Largest token id of the student's tokenizer.
     """
 
-    def __init__(self, name: str, config: TeacherConfig, top_k: int = 0) -> None:
+    def __init__(self, name: str, config: TeacherConfig, top_k: int = 0, largest_id: int = 2**31 - 1) -> None:
         assert config.url is not None, "a teacher with a path is computed by the trainer"
-        self.name, self._config, self._top_k = name, config, top_k
+        self.name, self._config, self._top_k, self._largest_id = name, config, top_k, largest_id
         url, setting = config.url.rstrip("/"), teacher_role(name)
         key = os.environ.get(f"{KEY_VARIABLE}_{name}") or os.environ.get(KEY_VARIABLE) or None
         self.server = ModelServer(
@@ -103,6 +104,8 @@ class TeacherServer:
             if [rank for rank, _ in ranked] != list(range(1, self._top_k + 1)):
                 raise self._invalid(f"place {place} has not the {self._top_k} likeliest tokens")
             for column, (_, key) in enumerate(ranked):
+                if key > self._largest_id:
+                    raise self._invalid(f"token {key} at place {place} is not in the student's tokenizer")
                 top_ids[row, column] = key
                 top[row, column] = self._valid(found[str(key)]["logprob"], place, key)
         return TeacherScores(self.name, logp, top_ids, top)
@@ -123,10 +126,10 @@ class TeacherServers:
     Raises ConfigError on entering if a server does not name its model.
     """
 
-    def __init__(self, teachers: Mapping[str, TeacherConfig], top_k: int = 0) -> None:
+    def __init__(self, teachers: Mapping[str, TeacherConfig], top_k: int = 0, largest_id: int = 2**31 - 1) -> None:
         self._teachers = teachers
         urls = {name: config for name, config in teachers.items() if config.url is not None}
-        self._servers = {name: TeacherServer(name, config, top_k) for name, config in urls.items()}
+        self._servers = {name: TeacherServer(name, config, top_k, largest_id) for name, config in urls.items()}
         self.tally = Tally(subject="teachers", verdict="score")
         """Counts of trajectories with and without scores."""
 

@@ -13,16 +13,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
 from aiohttp import web
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from megarl.buffer.store import Store
 from megarl.config import Config, compose
 from megarl.config.schema import ModelConfig, RolloutConfig, TeacherConfig, TrainerConfig
 from megarl.core.schema import TEACHER, End, Trajectory
+from megarl.rewards.teacher_server import TeacherServers
 from megarl.run.checks import job as checks
 from tests.loop.engines import KEY, RunningEngine, tiny_engine
 from tests.loop.same_run import NOT_COMPARED, steps_of
@@ -171,6 +174,7 @@ def test_a_teacher_behind_a_url(
     assert all(any(word in message for message in failed.values()) for word in words), set(failed.values())
     worst = compared(teacher.model_path, made / "model", trained)
     assert worst < 1e-4
+    assert likeliest_difference(teacher, trained[0]) < 1e-4
 
     proxy.last, proxy.replies = proxy.replies // 2, 0
     job = Job(tmp_path / "killed", settings).start()
@@ -228,6 +232,24 @@ def compared(teacher: Path, actor: Path, trajectories: Sequence[Trajectory]) -> 
     [found] = run_grid(1, megatron_logp, str(teacher), str(actor), list(trajectories))
     pairs = zip(found, trajectories, strict=True)
     return max(float(abs(torch.tensor(logp) - torch.from_numpy(e.teacher_scores.logp)).max()) for logp, e in pairs)
+
+
+def likeliest_difference(teacher: RunningEngine, trajectory: Trajectory) -> float:
+    """Largest difference between the log-probs of the server's likeliest tokens and those of transformers."""
+
+    async def ask() -> Trajectory:
+        async with TeacherServers({"other": TeacherConfig(url=f"{teacher.url}/v1")}, top_k=5) as servers:
+            return await servers.taught(trajectory, "right")
+
+    scores = asyncio.run(ask()).teacher_scores
+    assert scores is not None and np.abs(scores.logp - trajectory.teacher_scores.logp).max() < 1e-4
+    prompt, response = (torch.from_numpy(ids).long() for ids in trajectory.answered())
+    model = AutoModelForCausalLM.from_pretrained(teacher.model_path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+    logps, ids = logits.log_softmax(-1).topk(5)
+    assert torch.equal(ids, torch.from_numpy(scores.ids).long())
+    return float((logps - torch.from_numpy(scores.logps)).abs().max())
 
 
 def megatron_logp(rank: int, teacher: str, actor: str, trajectories: list[Trajectory]) -> list[list[float]]:

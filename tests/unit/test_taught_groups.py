@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config import compose
+from megarl.config.algorithms import DistillConfig
 from megarl.config.schema import TeacherConfig
 from megarl.core.schema import End, Reward, TeacherScores, Trajectory
 from megarl.train.rollout.group_parts.taught import TaughtGroups
@@ -23,7 +24,8 @@ def trajectory() -> Trajectory:
 def test_groups_without_scores_are_dropped() -> None:
     """As after a change of the settings: a group was sampled when another teacher, or none, taught its source."""
     teachers = {"large": TeacherConfig(url="http://x/v1", sources=["a"]), "near": TeacherConfig("/m", sources=["b"])}
-    config: Any = SimpleNamespace(teachers=teachers, reward=compose(["experiment=quickstart"]).reward)
+    base = compose(["experiment=quickstart"])
+    config: Any = SimpleNamespace(teachers=teachers, reward=base.reward, algorithm=base.algorithm)
     source = "a"
     reader: Any = SimpleNamespace(data_sources=lambda some: {each.task_id: source for each in some})
     part, scores = (
@@ -37,5 +39,9 @@ def test_groups_without_scores_are_dropped() -> None:
     assert part.lacks([scored, failed]) is None
     other = replace(trajectory(), teacher_scores=replace(scores, teacher="gone"))
     assert part.lacks([other]) == "its teacher gone is no longer one with a url"
+    config.algorithm = DistillConfig(name="distill", divergence="jsd", top_k=4)
+    assert TaughtGroups(config, reader).lacks([scored]) == (
+        "it has the 0 likeliest tokens of its teacher, not 4 (algorithm.top_k)"
+    )
     source = "b"
     assert part.lacks([trajectory()]) is None

@@ -104,9 +104,8 @@ def taught(server: Server, trajectories: Sequence[Trajectory], top_k: int = 0, *
     async def main() -> list[Trajectory]:
         async with TestServer(server.app()) as running:
             config = TeacherConfig(**{"url": str(running.make_url("/v1")), "retries": 0, **settings})
-            async with TeacherServers(
-                {"large": config, "near": TeacherConfig("/m", sources=["near"])}, top_k
-            ) as subject:
+            teachers = {"large": config, "near": TeacherConfig("/m", sources=["near"])}
+            async with TeacherServers(teachers, top_k, LIKELY + 1) as subject:
                 return [await subject.taught(each, "far") for each in trajectories]
 
     return asyncio.run(main())
@@ -186,6 +185,7 @@ def with_logp(value: float) -> Change_:
         (with_logp(-9999.0), "-9999 of token 5"),
         (with_logp(0.5), "0.5 of token 5"),
         (lambda answer: places(answer)[4].pop("91"), "place 4 has not the 2 likeliest tokens"),
+        (lambda answer: places(answer)[4].update({"92": places(answer)[4].pop("91")}), "92 at place 4 is not in"),
         (lambda answer: answer.pop("choices"), "answered what is no reply"),
         (lambda answer: 400, "answered 400: no"),
     ],
@@ -306,6 +306,7 @@ def test_settings_of_a_url(prepared: Path, tmp_path: Path) -> None:
         ("rollout.temperature=0.7", "at temperature 1"),
         ("teachers.large.dtype=float32", "the server decides"),
         ("teachers.large.offload=memory", "the server decides"),
+        ("algorithm.divergence=jsd", "a server returns no whole distributions; set algorithm.top_k"),
         ("teachers.large.retries=0", "cannot be reached"),
     ):
         refused(ConfigError, config_of(prepared, *distill, url, more), words)

@@ -29,6 +29,7 @@ import numpy as np
 
 from megarl.buffer.store import Claim, Store
 from megarl.config import Config, load_resolved
+from megarl.config.algorithms import teacher_top_k
 from megarl.core.errors import EngineError, InputError, JobError, describe
 from megarl.core.jobs import EXPLORE, PROGRAM, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
@@ -393,7 +394,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         async with (
             EngineClient(choice, key, config.rollout.request_timeout_s, heartbeat.count_work) as engine,
             opened_judge(config, choice.urls, key, engine_timeout_s) as judge,
-            opened_teachers(config) as teachers,
+            opened_teachers(config, tokenizer) as teachers,
             RewardPool(
                 config.reward,
                 judge,
@@ -454,14 +455,14 @@ async def opened_judge(
 
 
 @asynccontextmanager
-async def opened_teachers(config: Config) -> AsyncIterator[Teaching | None]:
+async def opened_teachers(config: Config, tokenizer: ChatTokenizer) -> AsyncIterator[Teaching | None]:
     """Open the connections to the teachers at URLs; yield None if the job has no teachers."""
     if not config.teachers:
         yield None
         return
     from megarl.rewards.teacher_server import TeacherServers  # 0.3 s
 
-    async with TeacherServers(config.teachers) as servers:
+    async with TeacherServers(config.teachers, teacher_top_k(config.algorithm), tokenizer.largest_id) as servers:
         yield servers
 
 

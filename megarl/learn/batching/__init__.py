@@ -3,9 +3,17 @@
 from megarl.learn.batching.micro import MicroBatch, dealt, micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.batching.rank_share import StepShare
-from megarl.learn.batching.sequences import Sequences, joined, of_demonstrations, of_samples, per_token, score_positions
+from megarl.learn.batching.sequences import (
+    Sequences,
+    joined,
+    likeliest_tokens,
+    of_demonstrations,
+    of_samples,
+    per_token,
+    score_positions,
+)
 
 __all__ = [
-    "MicroBatch", "MicroBatching", "Sequences", "StepShare", "dealt", "joined", "micro_batches", "of_demonstrations",
-    "of_samples", "per_token", "score_positions",
+    "MicroBatch", "MicroBatching", "Sequences", "StepShare", "dealt", "joined", "likeliest_tokens", "micro_batches",
+    "of_demonstrations", "of_samples", "per_token", "score_positions",
 ]  # fmt: skip

@@ -170,6 +170,27 @@ def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
     return result
 
 
+def likeliest_tokens(samples: Sequence[TrainingSample], sequences: Sequences) -> torch.Tensor | None:
+    """Return float32 [T, 2·k]: ids (exact below 2**24) of the k tokens that teachers at URLs prefer, then their
+    log-probs; 0 elsewhere. None without any.
+
+    Args:
+        samples: Samples of the first sequences.
+    """
+    k = max((0 if sample.teacher is None else sample.teacher.top_k for sample in samples), default=0)
+    if not k:
+        return None
+    found = torch.zeros(len(sequences.tokens), 2 * k)
+    each = [
+        np.zeros((len(s.response_ids), 2 * k), np.float32)
+        if s.teacher is None
+        else np.concatenate([s.teacher.ids.astype(np.float32), s.teacher.logps], -1)
+        for s in samples
+    ]
+    _put(found, each, sequences.cu_seqlens[1 : len(each) + 1].tolist())
+    return found
+
+
 def _routing(samples: Sequence[TrainingSample]) -> torch.Tensor:
     """Return expert ids [T, L, K]; all samples must have ids, with the same L and K."""
     rows: list[np.ndarray] = []

@@ -11,7 +11,7 @@ import torch
 
 from megarl.buffer.experience import by_group
 from megarl.buffer.order.draws import ExpertRow
-from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig, teacher_top_k
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import FinishReason, Outcome, Trajectory, WeightsVersion
 from megarl.learn.algorithms import Algorithm
@@ -71,6 +71,8 @@ class StepBatch:
     """Reason -> samples in no update. Tokens excluded from a trained trajectory count without a trajectory."""
     distributions: TeacherDistributions | None = None
     """The teachers' distributions at the held positions; None without a divergence from them."""
+    teacher_top_k: torch.Tensor | None = None
+    """float32 [T, 2·k]: what ``likeliest_tokens`` returns; None without teachers at URLs or ``algorithm.top_k``."""
 
     @property
     def teachers(self) -> list[str | None]:
@@ -140,7 +142,9 @@ def make_batch(
     sequences = on_all_ranks(lambda: samples.sequences(share))
     reasons = [fact.finish_reason for fact in facts]
     own = turn_advantages(trajectories, sequences, algorithm, settings) if settings.turn_rewards else None
-    return StepBatch(outcomes, rows, sequences, updates, reasons, own, outside, amount(paired), excluded)
+    batch = StepBatch(outcomes, rows, sequences, updates, reasons, own, outside, amount(paired), excluded)
+    batch.teacher_top_k = samples.likeliest_tokens(sequences) if teacher_top_k(settings) else None
+    return batch
 
 
 def overlong(rows: Sequence[Outcome], settings: AlgorithmConfig) -> list[int]:

@@ -18,7 +18,7 @@ from megarl.buffer.order.draws import ExpertRow
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import LARGEST_LAG, FinishReason, TrainingSample, Trajectory, WeightsVersion, name_of
-from megarl.learn.batching import Sequences, StepShare, joined, of_demonstrations, of_samples
+from megarl.learn.batching import Sequences, StepShare, joined, likeliest_tokens, of_demonstrations, of_samples
 from megarl.learn.batching.images import Images
 from megarl.learn.batching.sequences import NO_IDS
 from megarl.train.batch.images import StepImages
@@ -132,6 +132,11 @@ class StepSamples:
             result.images = Images.of_text(result.lengths)
         self._complete_routing(result)
         return result
+
+    def likeliest_tokens(self, sequences: Sequences) -> torch.Tensor | None:
+        """Return what ``batching.likeliest_tokens`` returns of sequences that ``sequences`` has made."""
+        numbers = range(len(self.lengths)) if sequences.share is None else sequences.share.numbers.tolist()
+        return likeliest_tokens(list(self._samples({n for n in numbers if n < len(self.facts)})), sequences)
 
     def _samples(self, numbers: set[int]) -> Iterator[TrainingSample]:
         """Yield samples by their indices; other trajectories are skipped."""

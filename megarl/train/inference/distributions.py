@@ -40,16 +40,16 @@ class Distributions:
 
     def __init__(self, models: Models, heads: Sequence[TeacherHead], top_k: int, sequences: Sequences) -> None:
         self._heads, self._sequences, self._top_k = heads, sequences, top_k
-        teachers, dtype = models.teachers, torch.float32
+        teachers, dtype, self._teachers = models.teachers, torch.float32, models.config.teachers
         self._columns: dict[str, HiddenStates | LikeliestTokens] = {}
         if top_k:
-            sizes = [head.vocab_size for head in heads]
-            self._columns = {n: LikeliestTokens(top_k, size) for n, size in zip(teachers, sizes, strict=True)}
+            sizes = {name: head.vocab_size for name, head in zip(self._teachers, heads, strict=True)}
+            self._columns = {name: LikeliestTokens(top_k, sizes[name]) for name in teachers}
         else:
             self._columns = {n: HiddenStates(int(model.hf_config["hidden_size"])) for n, model in teachers.items()}
             if all(model.model_config.dtype == "bfloat16" for model in teachers.values()):
                 dtype = torch.bfloat16
-        width = max(columns.width for columns in self._columns.values())
+        width = max((columns.width for columns in self._columns.values()), default=2 * top_k)
         self._found = torch.zeros(len(sequences.tokens), width, dtype=dtype)
 
     def of(self, name: str) -> tuple[HiddenStates | LikeliestTokens, torch.Tensor]:
@@ -57,29 +57,44 @@ class Distributions:
         columns = self._columns[name]
         return columns, self._found[:, : columns.width]
 
-    def result(self, teachers: Sequence[str | None]) -> TeacherDistributions:
-        """Return the distributions after all forward passes. Every rank calls it.
-
-        ``teachers``: [N], name of each sequence's teacher.
-        """
-        sequences, names, k = self._sequences, list(self._columns), self._top_k
-        numbers = torch.tensor([-1 if name is None else names.index(name) for name in teachers], dtype=torch.int16)
+    def result(self, batch: StepBatch) -> TeacherDistributions:
+        """Return the distributions after all forward passes, with the stored ones of teachers at URLs. Every rank calls
+        it."""
+        sequences, names, k = self._sequences, list(self._teachers), self._top_k
+        numbers = torch.tensor(
+            [-1 if name is None else names.index(name) for name in batch.teachers], dtype=torch.int16
+        )
         teacher = repeated(sequences.held(numbers), sequences.lengths)
         # For each position one rank has the values and the others have 0, so the sum is exact.
         sequences.add_up(self._found)
+        scored = repeated(scored_at_urls(batch, self._teachers), sequences.lengths)
+        if scored.any():
+            assert batch.teacher_top_k is not None, "TaughtGroups drops groups without the scores of a teacher"
+            self._found[scored] = batch.teacher_top_k[scored]
         if not k:
             return TeacherDistributions(self._heads, teacher, teacher_hidden=self._found)
         ids, logp = self._found[:, :k].int(), self._found[:, k:].contiguous()
         return TeacherDistributions(self._heads, teacher, ids, logp)
 
 
+def scored_at_urls(batch: StepBatch, teachers: Mapping[str, TeacherConfig]) -> torch.Tensor:
+    """bool [n]: held sequences whose teacher is at a URL."""
+    urls = {name for name, teacher in teachers.items() if teacher.url is not None}
+    return batch.sequences.held(torch.tensor([name in urls for name in batch.teachers], dtype=torch.bool))
+
+
 def teacher_heads(models: Models, top_k: int) -> list[TeacherHead]:
-    """Return the head of each teacher; for the whole vocabulary with its rows for this rank's part of the actor's.
+    """Return the head of each teacher in the order of the settings; for the whole vocabulary with its rows for this
+    rank's part of the actor's. A teacher at a URL has the actor's ids.
 
     Raises CheckpointError if a teacher's files cannot be read.
     """
     found = []
-    for name, model in models.teachers.items():
+    for name in models.config.teachers:
+        model = models.teachers.get(name)
+        if model is None:
+            found.append(TeacherHead(models.head.vocab_size))
+            continue
         path = path_of(models.config, teacher_role(name))
         assert model.head is not None and path is not None, "a teacher is a language model"
         vocab_size, ids = min(models.head.vocab_size, model.head.vocab_size), token_ids(models.actor.model)

@@ -22,7 +22,7 @@ from megarl.learn.models.teaching import TeacherHead
 from megarl.learn.training.model import Model, WithoutAdapters
 from megarl.train.batch.batch import StepBatch, StepPlan, each_once, overlong
 from megarl.train.batch.images import StepImages
-from megarl.train.inference.distributions import Distributions, teacher_heads
+from megarl.train.inference.distributions import Distributions, scored_at_urls, teacher_heads
 from megarl.train.inference.models import Models
 from megarl.train.rank.ranks import on_all_ranks
 from megarl.weights.checkpoint.formats.score_pad import score_pad
@@ -75,14 +75,9 @@ class Inference:
 
     def _ask_teachers(self, batch: StepBatch) -> None:
         """Fill the fields of the teachers: log-probs by the teacher of each held sequence, and what a divergence from
-        its distributions reads; 0 elsewhere. Teachers at URLs have given their log-probs to the explorer."""
+        its distributions reads; 0 elsewhere."""
         sequences, settings = batch.sequences, self._config.algorithm
-        urls = {name for name, teacher in self._config.teachers.items() if teacher.url is not None}
-        found = torch.zeros(len(sequences.tokens))
-        scored = sequences.held(torch.tensor([name in urls for name in batch.teachers], dtype=torch.bool))
-        if scored.any():
-            assert sequences.teacher_logp is not None, "TaughtGroups drops groups without the scores of a teacher"
-            found = sequences.teacher_logp * repeated(scored, sequences.lengths)
+        found = self._stored_logp(batch)
         distributions = None
         if reads_distribution(settings):
             if self._heads is None:
@@ -101,7 +96,15 @@ class Inference:
                 found += model.outputs(sequences, batches, columns=columns, more=more)
         sequences.teacher_logp = found
         if distributions is not None:
-            batch.distributions = distributions.result(batch.teachers)
+            batch.distributions = distributions.result(batch)
+
+    def _stored_logp(self, batch: StepBatch) -> torch.Tensor:
+        """Return float32 [T]: log-probs that teachers at URLs have given to the explorer, 0 for other sequences."""
+        sequences, scored = batch.sequences, scored_at_urls(batch, self._config.teachers)
+        if not scored.any():
+            return torch.zeros(len(sequences.tokens))
+        assert sequences.teacher_logp is not None, "TaughtGroups drops groups without the scores of a teacher"
+        return sequences.teacher_logp * repeated(scored, sequences.lengths)
 
     def _taught(
         self, updates: list[list[list[int]]], teachers: Sequence[str | None]

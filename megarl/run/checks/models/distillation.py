@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megarl.config import Config
-from megarl.config.algorithms import AlgorithmConfig, DistillConfig, reads_distribution
+from megarl.config.algorithms import AlgorithmConfig, DistillConfig, reads_distribution, teacher_top_k
 from megarl.config.lengths import context_tokens
 from megarl.config.model_roles import path_of, teacher_of
 from megarl.config.schema import TeacherConfig
@@ -68,10 +68,11 @@ def _check_url_settings(config: Config, name: str, teacher: TeacherConfig) -> No
             f"teachers.{name}.url with rollout.temperature={config.rollout.temperature:g}: the server's log-probs of "
             "given tokens are at temperature 1; set it to 1, or give the teacher as teachers.NAME.path"
         )
-    if reads_distribution(config.algorithm):
+    if reads_distribution(config.algorithm) and not config.algorithm.top_k:
         raise ConfigError(
-            f"teachers.{name}.url with algorithm.divergence={config.algorithm.divergence}: a server returns log-probs "
-            "of the sampled tokens alone; set algorithm.divergence=sampled, or give the teacher as teachers.NAME.path"
+            f"teachers.{name}.url with algorithm.divergence={config.algorithm.divergence} and algorithm.top_k=0: a "
+            "server returns no whole distributions; set algorithm.top_k (vLLM: at most --max-logprobs, 20), or give "
+            "the teacher as teachers.NAME.path"
         )
     for setting, none in (("parallel", None), ("dtype", None), ("offload", "none")):
         if getattr(teacher, setting) != none:
@@ -88,7 +89,8 @@ def check_servers(config: Config, tokenizer: ChatTokenizer) -> None:
 
         ids = [number for number in range(tokenizer.largest_id + 1) if tokenizer.token(number) is not None]
         text_of = partial(tokenizer.decode, special=True)
-        for warning in check_teacher_servers(config.teachers, ids, text_of, context_tokens(config.rollout)):
+        context, top_k = context_tokens(config.rollout), teacher_top_k(config.algorithm)
+        for warning in check_teacher_servers(config.teachers, ids, text_of, context, top_k):
             log.warning("%s", warning)
 
 
