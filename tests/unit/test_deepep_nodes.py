@@ -49,7 +49,7 @@ def nodes(count: int) -> list[NodeInfo]:
             ParallelConfig(dp=4, ep=4),
             None,
             "grpo",
-            r"parallel\.ep x etp .* each 4 neighbours .* 4 ranks on 2 .* are 2 on",
+            r"every 4 neighbouring ranks .* parallel\.ep x etp .* 4 ranks on 2 .* are 2 on",
         ),
         (
             2,
@@ -63,9 +63,9 @@ def nodes(count: int) -> list[NodeInfo]:
             ParallelConfig(dp=16, ep=16),
             None,
             "grpo",
-            "each 8 neighbours .* 16 ranks on 4 trainer nodes are 4 on each",
+            "every 8 neighbouring ranks .* 16 ranks on 4 trainer nodes are 4 on each",
         ),
-        (2, ParallelConfig(tp=2, dp=2, ep=2, etp=2), None, "grpo", "each 4 neighbours"),
+        (2, ParallelConfig(tp=2, dp=2, ep=2, etp=2), None, "grpo", "every 4 neighbouring ranks"),
         (
             2,
             ParallelConfig(dp=4, ep=2),

@@ -122,7 +122,7 @@ def test_an_import_is_named_with_its_row(prepared: Path, tmp_path: Path) -> None
     assert good.teacher_logp is not None
     for bad, words in (
         (expert(1), "run:other: row 2 .* has no teacher_logp"),
-        (replace(taught(1, tokenizer), tokenizer="beef"), f"run:other: row 2 .* tokenizer beef, .* is {digest}"),
+        (replace(taught(1, tokenizer), tokenizer="beef"), f"run:other: row 2 .* tokenizer beef, .* has {digest}"),
         (replace(good, teacher_logp=good.teacher_logp[:-1]), "run:other: row 1 .* has 1 log-probs, .* 2 tokens"),
     ):
         with pytest.raises(DataError, match=words):

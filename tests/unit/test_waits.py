@@ -32,6 +32,7 @@ FUNCTIONS = {"run", "check_output", "check_call", "call", "urlopen", "create_con
 POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
 """As context managers they wait for all their work."""
 LIMITED = {
+    "ops/divergence._LinearDivergence.backward: gradients.result": "no wait: a sum of tensors",
     "explore/agents/program.run_command: output.ended.wait": "rollout.agent_timeout_s",
     "explore/agents/program._end: output.ended.wait": "command.DRAIN_S",
     "explore/agents/program._end: output.drained.wait": "command.DRAIN_S",
