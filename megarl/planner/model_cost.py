@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from megarl.weights.architectures import ModelSizes, architecture
+from megarl.weights.architectures.megatron_config import transformer_kwargs
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class LayerCost:
     """Ranks over which tensor parallelism can split the KV cache; 1 if every rank has all of it."""
     experts: int = 0
     topk: int = 0
+    window: int = 0
+    """Most tokens that a token attends to; 0 for all."""
+
+    def seen(self, context: float) -> float:
+        """Return how many of ``context`` tokens a token attends to."""
+        return min(context, self.window) if self.window else context
 
     def flops(self) -> int:
         """Return the operations of all products for one token, attention scores not included."""
@@ -72,12 +79,13 @@ class ModelCost:
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelCost:
         """Return the costs of the model that a config.json describes. Raises ArchitectureError for unknown families."""
-        sizes = architecture(hf_config).sizes(hf_config)
-        kinds = {
-            experts: _layer(sizes, experts) for experts in {n in sizes.moe_layers for n in range(sizes.num_layers)}
-        }
-        layers = tuple(kinds[number in sizes.moe_layers] for number in range(sizes.num_layers))
-        return cls(layers, sizes.hidden, sizes.vocab, sizes.tied)
+        found = architecture(hf_config)
+        sizes, settings = found.sizes(hf_config), transformer_kwargs(found, hf_config)
+        window = settings.get("window_size", (0, 0))[0] + 1
+        windowed = settings.get("window_attn_skip_freq", [0] * sizes.num_layers)
+        kinds = [(number in sizes.moe_layers, bool(windowed[number])) for number in range(sizes.num_layers)]
+        costs = {kind: replace(_layer(sizes, kind[0]), window=window * kind[1]) for kind in set(kinds)}
+        return cls(tuple(costs[kind] for kind in kinds), sizes.hidden, sizes.vocab, sizes.tied)
 
     @cached_property
     def kinds(self) -> dict[LayerCost, int]:
@@ -87,7 +95,8 @@ class ModelCost:
     def flops(self, context: float) -> float:
         """Return the operations of one token's forward pass with attention to ``context`` tokens."""
         layers = sum(
-            number * (layer.flops() + 2 * layer.heads * layer.widths * context) for layer, number in self.kinds.items()
+            number * (layer.flops() + 2 * layer.heads * layer.widths * layer.seen(context))
+            for layer, number in self.kinds.items()
         )
         return layers + 2 * self.hidden * self.vocab
 

@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 
+from megarl.config.schema import ParallelConfig
 from megarl.learn.memory.activation_bytes import activation_bytes
 from megarl.planner.accelerators import Device
 from megarl.planner.rollout import OVERHEAD_BYTES, RolloutCost
 from megarl.planner.sync import sync_seconds
-from megarl.planner.training import Parts, TrainingCost
+from megarl.planner.training import Parts, TrainingCost, copies, rank_parameters
 from megarl.planner.work import JobPlan, StepWork, model_settings
 
 BF16, GRADIENT, OPTIMIZER = 2, 4, 12
@@ -92,7 +93,9 @@ def training_seconds(work: StepWork, plan: JobPlan, device: Device) -> tuple[flo
 
 
 @lru_cache(maxsize=4096)
-def _training_seconds(work: StepWork, grid, recompute: str, device: Device) -> tuple[float, float, Parts]:  # type: ignore[no-untyped-def]
+def _training_seconds(
+    work: StepWork, grid: ParallelConfig, recompute: str, device: Device
+) -> tuple[float, float, Parts]:
     modules = ("mlp", "moe") if recompute == "selective" else ()
     cost = TrainingCost(work.model, grid, device, recompute, modules)
     tokens = work.tokens / work.updates
@@ -105,23 +108,22 @@ def _training_seconds(work: StepWork, grid, recompute: str, device: Device) -> t
 
 def update_bytes(work: StepWork, plan: JobPlan) -> float:
     """Return the bytes of the fullest device in an update, with activations, logits and CUDA's own."""
-    grid = plan.grid
-    dense, experts = TrainingCost(work.model, grid, _ANY).rank_parameters
-    copies, expert_copies = grid.dp * grid.cp, grid.stage_size // (grid.ep * grid.expert_tp)
-    states = (dense + experts) * (BF16 + GRADIENT) + OPTIMIZER * (dense / copies + experts / expert_copies)
-    frozen = 0.0 if plan.colocated else work.frozen * BF16 * (dense + experts)
+    weights, optimizer = _state_bytes(work, plan)
+    gradients = weights // BF16 * GRADIENT
+    frozen = 0.0 if plan.colocated else work.frozen * weights
     settings = model_settings(plan.recompute, bool(work.model.experts))
-    kept = activation_bytes(work.sizes, settings, grid, work.micro_batch, work.logits_bytes)
-    return states * work.trained + frozen + kept + CONTEXT_BYTES
+    kept = activation_bytes(work.sizes, settings, plan.grid, work.micro_batch, work.logits_bytes)
+    return (weights + gradients + optimizer) * work.trained + frozen + kept + CONTEXT_BYTES
 
 
 def _moved_bytes(work: StepWork, plan: JobPlan) -> float:
     """Return the bytes that leave a device for the rollout: weights and optimizer of all models."""
-    dense, experts = TrainingCost(work.model, plan.grid, _ANY).rank_parameters
-    copies, expert_copies = plan.grid.dp * plan.grid.cp, plan.grid.stage_size // (plan.grid.ep * plan.grid.expert_tp)
-    states = (dense + experts) * BF16 + OPTIMIZER * (dense / copies + experts / expert_copies)
-    return states * work.trained + work.frozen * BF16 * (dense + experts)
+    weights, optimizer = _state_bytes(work, plan)
+    return (weights + optimizer) * work.trained + weights * work.frozen
 
 
-_ANY = Device("any", 1.0, 1.0, 1.0, 1.0, 1, 1.0, 1.0)
-"""For counts of bytes, which do not depend on a device."""
+def _state_bytes(work: StepWork, plan: JobPlan) -> tuple[float, float]:
+    """Return the bytes of one model's weights and of its optimizer on the fullest rank."""
+    dense, experts = rank_parameters(work.model, plan.grid)
+    of_dense, of_experts = copies(plan.grid)
+    return (dense + experts) * BF16, OPTIMIZER * (dense / of_dense + experts / of_experts)

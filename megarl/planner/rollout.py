@@ -11,7 +11,6 @@ from __future__ import annotations
 import heapq
 import math
 from dataclasses import dataclass
-from functools import cached_property
 
 from megarl.planner.accelerators import Device
 from megarl.planner.constants import DECODE_LAYER_S, DECODE_MEMORY_SHARE, FAR_LATENCY_S, PRODUCT_SHARE, REDUCE_LATENCY_S
@@ -43,15 +42,14 @@ class RolloutCost:
         return self.model.parameters * BF16 / self.tp
 
     @property
-    def kv_tokens(self) -> float:
-        """Tokens that the KV cache of the engine holds; 0 if weights leave no room."""
-        left = self.device.memory_bytes * self.share - self.weight_bytes - OVERHEAD_BYTES
-        return max(0.0, left / self._kv_bytes)
+    def kv_bytes_free(self) -> float:
+        """Bytes of one device for the KV cache; 0 if weights leave no room."""
+        return max(0.0, self.device.memory_bytes * self.share - self.weight_bytes - OVERHEAD_BYTES)
 
-    @cached_property
-    def _kv_bytes(self) -> float:
-        """Bytes of the KV cache of one token on one device."""
-        return sum(n * BF16 * layer.kv / min(self.tp, layer.kv_ways) for layer, n in self.model.kinds.items())
+    def kv_bytes(self, context: float) -> float:
+        """Return the bytes on one device of the KV cache of a trajectory with ``context`` tokens."""
+        layers = self.model.kinds.items()
+        return sum(n * BF16 * layer.kv / min(self.tp, layer.kv_ways) * layer.seen(context) for layer, n in layers)
 
     def decode_step(self, batch: float, context: float) -> float:
         """Return the seconds in which each of ``batch`` trajectories of ``context`` tokens gets one more token."""
@@ -62,10 +60,10 @@ class RolloutCost:
             dense, experts = layer.parameters()
             touched = 1 - (1 - layer.topk / layer.experts) ** batch if layer.experts else 0.0
             weights += number * (dense + experts * touched)
-            flops += number * (layer.flops() + 2 * layer.heads * layer.widths * context)
+            flops += number * (layer.flops() + 2 * layer.heads * layer.widths * layer.seen(context))
         weights += model.hidden * model.vocab
         flops += 2 * model.hidden * model.vocab
-        moved = weights * BF16 / self.tp + batch * context * self._kv_bytes
+        moved = weights * BF16 / self.tp + batch * self.kv_bytes(context)
         seconds = moved / rate + batch * flops / self.tp / (device.bf16 * PRODUCT_SHARE.value)
         seconds += len(model.layers) * DECODE_LAYER_S.value
         if self.tp > 1:
@@ -78,7 +76,7 @@ class RolloutCost:
     def slots(self, prompt: float, lengths: Lengths) -> float:
         """Return how many trajectories run at a time: bounded by ``max_num_seqs`` and by the KV cache."""
         held = prompt + sum(x * x for x in lengths.quantiles) / (2 * sum(lengths.quantiles)) * 1.15
-        return min(float(self.max_num_seqs), self.kv_tokens / held)
+        return min(float(self.max_num_seqs), self.kv_bytes_free / self.kv_bytes(held))
 
     def seconds(self, trajectories: int, prompt: float, lengths: Lengths, group: int = 1, *, ahead: int = 0) -> float:
         """Return the seconds in which the engine samples ``trajectories``; infinite if its weights leave no KV cache.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from megarl.config.schema import ParallelConfig
 from megarl.planner.accelerators import Device
@@ -78,32 +78,19 @@ class TrainingCost:
         seconds = self._pipeline(tokens, micro_batch, context, trains=True)
         dense, experts = self.rank_parameters
         grid, device = self.grid, self.device
-        copies, expert_copies = grid.dp * grid.cp, grid.stage_size // (grid.ep * grid.expert_tp)
-        sent = (_ring(copies) * dense + _ring(expert_copies) * experts) * (FLOAT + BF16)
+        of_dense, of_experts = copies(grid)
+        sent = (_ring(of_dense) * dense + _ring(of_experts) * experts) * (FLOAT + BF16)
         exposed = sent / device.rate_of(grid.stage_size)
         if grid.overlap_grad_reduce:
             number = self._micro_batches(tokens, micro_batch)
             exposed = max(0.0, exposed - 0.7 * seconds / number)
-        share = dense / copies + experts / expert_copies
+        share = dense / of_dense + experts / of_experts
         return seconds + exposed + share * OPTIMIZER_BYTES / (device.memory_rate * MEMORY_SHARE.value)
 
-    @property
+    @cached_property
     def rank_parameters(self) -> tuple[float, float]:
-        """Elements of weights on the fullest rank: without routed experts, and of routed experts."""
-        grid, most = self.grid, (0.0, 0.0)
-        head = self.model.hidden * self.model.vocab / grid.tp
-        for number, stage in enumerate(self._stages()):
-            dense = sum(count * layer.parameters()[0] for layer, count in stage.items()) / grid.tp
-            ends = (number == 0) + (number == grid.pp - 1)
-            dense += head * (min(ends, 1) if self.model.tied else ends)
-            experts = sum(count * layer.parameters()[1] for layer, count in stage.items())
-            most = max(most, (dense, experts / (grid.ep * grid.expert_tp)), key=sum)
-        return most
-
-    def _stages(self) -> tuple[Counter[LayerCost], ...]:
-        """Return kind of layer -> number, for every pipeline stage."""
-        grid = self.grid
-        return _stages(self.model.layers, grid.pp, grid.vpp, grid.first_stage_layers, grid.last_stage_layers)
+        """See ``rank_parameters``."""
+        return rank_parameters(self.model, self.grid)
 
     def _micro_batches(self, tokens: float, micro_batch: float) -> int:
         return max(1, math.ceil(tokens / self.grid.dp / micro_batch / PACKED.value - 1e-9))
@@ -121,7 +108,7 @@ class TrainingCost:
         head = self._product(self.model.hidden, self.model.vocab / self.grid.tp, here, bf16=True)
         last = Parts(products=head * (1 + BACKWARD * trains))
         slowest = Parts()
-        for number, stage in enumerate(self._stages()):
+        for number, stage in enumerate(stages(self.model.layers, self.grid)):
             found = last if number == self.grid.pp - 1 else Parts()
             for layer, count in stage.items():
                 found += costs[layer] * count
@@ -156,7 +143,7 @@ class TrainingCost:
                 continue
             k, n = (k / grid.tp, n) if p.cut == "row" else (k, n / grid.tp) if p.cut == "column" else (k, n)
             products += self._product(k, n, rows)
-        attention = 2 * tokens * context * layer.heads * layer.widths / grid.tp
+        attention = 2 * tokens * layer.seen(context) * layer.heads * layer.widths / grid.tp
         along = grid.tp if grid.sequence_parallel else 1
         elements = layer.elements[0] / along + layer.elements[1] / grid.tp
         return Parts(
@@ -198,6 +185,29 @@ class TrainingCost:
             sent *= near / device.link_rate + far / device.network_rate
             seconds += sent / 2 if self.tuned_experts else sent
         return seconds
+
+
+def rank_parameters(model: ModelCost, grid: ParallelConfig) -> tuple[float, float]:
+    """Return the elements of weights on the fullest rank: without routed experts, and of routed experts."""
+    most = (0.0, 0.0)
+    head = model.hidden * model.vocab / grid.tp
+    for number, stage in enumerate(stages(model.layers, grid)):
+        dense = sum(count * layer.parameters()[0] for layer, count in stage.items()) / grid.tp
+        ends = (number == 0) + (number == grid.pp - 1)
+        dense += head * (min(ends, 1) if model.tied else ends)
+        experts = sum(count * layer.parameters()[1] for layer, count in stage.items())
+        most = max(most, (dense, experts / (grid.ep * grid.expert_tp)), key=sum)
+    return most
+
+
+def copies(grid: ParallelConfig) -> tuple[int, int]:
+    """Return how many ranks have the same weights: outside experts, and of experts."""
+    return grid.dp * grid.cp, grid.stage_size // (grid.ep * grid.expert_tp)
+
+
+def stages(layers: tuple[LayerCost, ...], grid: ParallelConfig) -> tuple[Counter[LayerCost], ...]:
+    """Return kind of layer -> number, for every pipeline stage."""
+    return _stages(layers, grid.pp, grid.vpp, grid.first_stage_layers, grid.last_stage_layers)
 
 
 @lru_cache(maxsize=256)

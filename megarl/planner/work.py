@@ -1,4 +1,4 @@
-"""StepWork of one step: trajectories to sample, forward passes, updates. And a plan: where each of them runs."""
+"""Work of one step (trajectories to sample, forward passes, updates), and a plan: where each of them runs."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ USUAL_SHARE = 0.4
 """Mean length of responses over ``rollout.max_response_tokens`` where nothing else is known: a guess."""
 USUAL_PROMPT = 512
 """Mean tokens of a prompt where nothing else is known: a guess, at most half of ``rollout.max_prompt_tokens``."""
-STATE_BYTES = 2 + 4 + 12
-"""Bytes of device memory for a trained parameter: bfloat16 weight, float32 gradient, and the optimizer's share (12)."""
 
 
 @dataclass(frozen=True)

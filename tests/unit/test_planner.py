@@ -25,7 +25,7 @@ from megarl.planner.predict import predict, update_bytes
 from megarl.planner.response_lengths import Lengths
 from megarl.planner.rollout import RolloutCost
 from megarl.planner.search import reason, search, ties
-from megarl.planner.training import TrainingCost
+from megarl.planner.training import TrainingCost, copies, rank_parameters
 from megarl.planner.work import JobPlan, StepWork
 from megarl.weights.architectures.complete import complete
 from tests.parallel.families import hf_model
@@ -84,9 +84,9 @@ def test_bytes_of_the_fullest_rank_are_those_of_the_layout(name: str, sizes: dic
     exact = max(
         sum(rank.values()) for rank in model_bytes(config, ModelConfig(dtype="bfloat16"), grid, "lm", trained=True)
     )
-    dense, experts = TrainingCost(ModelCost.of(config), grid, H100).rank_parameters
-    copies, expert_copies = grid.dp * grid.cp, grid.stage_size // (grid.ep * grid.expert_tp)
-    assert 6 * (dense + experts) + 12 * (dense / copies + experts / expert_copies) == pytest.approx(exact, rel=0.1)
+    dense, experts = rank_parameters(ModelCost.of(config), grid)
+    of_dense, of_experts = copies(grid)
+    assert 6 * (dense + experts) + 12 * (dense / of_dense + experts / of_experts) == pytest.approx(exact, rel=0.1)
 
 
 # ------------------------------------------------------------------ parts
