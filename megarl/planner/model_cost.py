@@ -33,9 +33,9 @@ class Product:
         return self.cut.startswith("expert")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LayerCost:
-    """One kind of layer."""
+    """One kind of layer; layers of one kind share one object."""
 
     products: tuple[Product, ...]
     heads: int
@@ -57,17 +57,19 @@ class LayerCost:
         """Return how many of ``context`` tokens a token attends to."""
         return min(context, self.window) if self.window else context
 
+    @cached_property
     def flops(self) -> int:
-        """Return the operations of all products for one token, attention scores not included."""
+        """Operations of all products for one token, attention scores not included."""
         return sum(2 * p.rows * p.k * p.n for p in self.products)
 
+    @cached_property
     def parameters(self) -> tuple[int, int]:
-        """Return the elements of weights in all layers' parts, and of the routed experts."""
+        """Elements of weights: without routed experts, and of these."""
         dense = sum(p.k * p.n for p in self.products if not p.is_expert)
         return dense, sum(p.k * p.n for p in self.products if p.is_expert) * self.experts
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ModelCost:
     """Arithmetic of a language model. Vision towers, norms and biases are not counted."""
 
@@ -95,7 +97,7 @@ class ModelCost:
     def flops(self, context: float) -> float:
         """Return the operations of one token's forward pass with attention to ``context`` tokens."""
         layers = sum(
-            number * (layer.flops() + 2 * layer.heads * layer.widths * layer.seen(context))
+            number * (layer.flops + 2 * layer.heads * layer.widths * layer.seen(context))
             for layer, number in self.kinds.items()
         )
         return layers + 2 * self.hidden * self.vocab
@@ -103,7 +105,7 @@ class ModelCost:
     @cached_property
     def parameters(self) -> int:
         """Elements of all weights."""
-        return sum(number * sum(layer.parameters()) for layer, number in self.kinds.items()) + self.vocab_parameters
+        return sum(number * sum(layer.parameters) for layer, number in self.kinds.items()) + self.vocab_parameters
 
     @property
     def vocab_parameters(self) -> int:

@@ -106,14 +106,17 @@ def _training_seconds(
     return update, passes, parts * (number * work.updates * work.trained)
 
 
-def update_bytes(work: StepWork, plan: JobPlan) -> float:
-    """Return the bytes of the fullest device in an update, with activations, logits and CUDA's own."""
+def update_bytes(work: StepWork, plan: JobPlan, limit: float = math.inf) -> float:
+    """Return the bytes of the fullest device in an update, with activations, logits and CUDA's own. Activations are
+    left out if the rest is above ``limit``."""
     weights, optimizer = _state_bytes(work, plan)
     gradients = weights // BF16 * GRADIENT
     frozen = 0.0 if plan.colocated else work.frozen * weights
+    held = (weights + gradients + optimizer) * work.trained + frozen + CONTEXT_BYTES
+    if held > limit:
+        return held
     settings = model_settings(plan.recompute, bool(work.model.experts))
-    kept = activation_bytes(work.sizes, settings, plan.grid, work.micro_batch, work.logits_bytes)
-    return (weights + gradients + optimizer) * work.trained + frozen + kept + CONTEXT_BYTES
+    return held + activation_bytes(work.sizes, settings, plan.grid, work.micro_batch, work.logits_bytes)
 
 
 def _moved_bytes(work: StepWork, plan: JobPlan) -> float:

@@ -57,10 +57,10 @@ class RolloutCost:
         rate = device.memory_rate * DECODE_MEMORY_SHARE.value
         weights = flops = 0.0
         for layer, number in model.kinds.items():
-            dense, experts = layer.parameters()
+            dense, experts = layer.parameters
             touched = 1 - (1 - layer.topk / layer.experts) ** batch if layer.experts else 0.0
             weights += number * (dense + experts * touched)
-            flops += number * (layer.flops() + 2 * layer.heads * layer.widths * layer.seen(context))
+            flops += number * (layer.flops + 2 * layer.heads * layer.widths * layer.seen(context))
         weights += model.hidden * model.vocab
         flops += 2 * model.hidden * model.vocab
         moved = weights * BF16 / self.tp + batch * self.kv_bytes(context)

@@ -61,7 +61,8 @@ def trainers(work: StepWork, ranks: int, device: Device, name: str, colocated: b
             continue
         for recompute in ("none", "selective", "full"):
             plan = JobPlan(grid, recompute, 1, 0, colocated, 0, "nccl")
-            if update_bytes(work, plan) <= device.memory_bytes * USABLE:
+            limit = device.memory_bytes * USABLE
+            if update_bytes(work, plan, limit) <= limit:
                 update, passes, _ = training_seconds(work, plan, device)
                 found.append((update + passes, number, plan))
                 break  # what recomputes more is slower

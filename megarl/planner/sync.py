@@ -34,7 +34,7 @@ turns."""
 def sync_seconds(model: ModelCost, tp: int, device: Device, transport: str) -> float:
     """Return the seconds of a sync of all weights to engines of ``tp`` devices, all engines at once."""
     rate = TRANSPORTS[transport]
-    experts = sum(layer.parameters()[1] for layer in model.layers) * BF16
+    experts = sum(layer.parameters[1] for layer in model.layers) * BF16
     dense = model.parameters * BF16 - experts
     ways = tp if rate.of == "receiver" else 1
     most = min(1.0, device.network_rate / rate.dense) if rate.of == "receiver" else 1.0

@@ -192,10 +192,10 @@ def rank_parameters(model: ModelCost, grid: ParallelConfig) -> tuple[float, floa
     most = (0.0, 0.0)
     head = model.hidden * model.vocab / grid.tp
     for number, stage in enumerate(stages(model.layers, grid)):
-        dense = sum(count * layer.parameters()[0] for layer, count in stage.items()) / grid.tp
+        dense = sum(count * layer.parameters[0] for layer, count in stage.items()) / grid.tp
         ends = (number == 0) + (number == grid.pp - 1)
         dense += head * (min(ends, 1) if model.tied else ends)
-        experts = sum(count * layer.parameters()[1] for layer, count in stage.items())
+        experts = sum(count * layer.parameters[1] for layer, count in stage.items())
         most = max(most, (dense, experts / (grid.ep * grid.expert_tp)), key=sum)
     return most
 
