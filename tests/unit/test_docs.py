@@ -45,6 +45,8 @@ NO_SETTINGS = {
     "workflows.md": {"model.limits", "model.options", "model.room", "model.seed"},
 }
 """Columns of rows, tensors, files and attributes whose names begin as settings do."""
+GENERATED = {"settings.md", "parity.md", "suite.md", "soak.md", "learning.md", "learning_ahead.md"}
+"""Pages that programs write, or that list measured runs."""
 PLACEHOLDER = re.compile(r"\.\.\.|…|\b[A-Z]{4,}\b")
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
@@ -225,3 +227,10 @@ def test_commands_in_sentences_exist(page: Path) -> None:
 def test_lines_end_at_120_columns(page: Path) -> None:
     lines = enumerate(page.read_text().splitlines(), 1)
     assert [number for number, line in lines if len(line) > 120 and not line.startswith("|")] == []
+
+
+def test_hand_written_pages_have_at_most_45_000_words() -> None:
+    words = {page.name: len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")}
+    longest = sorted(words.keys() - GENERATED, key=lambda name: -words[name])
+    total = sum(words[name] for name in longest)
+    assert total <= 45_000, f"{total} words: shorten pages, the longest are {', '.join(longest[:5])}"

@@ -1,4 +1,13 @@
-"""Environments of other packages, against the packages themselves, with responses that are given."""
+"""Environments of other packages, against the packages themselves, with responses that are given.
+
+Tests are skipped if their package is missing::
+
+    python3 -m venv /tmp/envs/verifiers && /tmp/envs/verifiers/bin/pip install verifiers==0.4.0
+    python3 -m venv /tmp/envs/openenv && /tmp/envs/openenv/bin/pip install openenv-core==0.3.0
+    export MEGARL_VERIFIERS_PYTHON=/tmp/envs/verifiers/bin/python MEGARL_OPENENV_PYTHON=/tmp/envs/openenv/bin/python
+    pytest tests/unit/test_environments_of_others.py
+    MEGARL_SOAK=1 pytest tests/loop/test_guess_of_others.py  # a step of each trains the same bits; 6 minutes
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""Task folders of Harbor: how they are read, and episodes of two small ones in the real sandbox."""
+"""Task folders of Harbor: how they are read, and episodes of two small ones in the real sandbox.
+
+Tests against Harbor itself are skipped without the package::
+
+    python3.12 -m venv /tmp/envs/harbor && /tmp/envs/harbor/bin/pip install --no-deps harbor==0.26.0
+    /tmp/envs/harbor/bin/pip install pydantic toml pathspec python-dotenv
+    MEGARL_HARBOR_PYTHON=/tmp/envs/harbor/bin/python pytest tests/unit/test_harbor.py
+"""
 
 from __future__ import annotations
 
