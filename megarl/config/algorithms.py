@@ -153,6 +153,11 @@ class DistillConfig(ReinforcePPConfig):
     """β of ``divergence=jsd``: towards 0 the gradient is the forward KL's, towards 1 the reverse KL's."""
     top_k: NonNegative = 0
     """Tokens of a divergence: the teacher's k likeliest, with all others as one; 0 takes the whole vocabulary."""
+    expert_ratio: Annotated[float, Bound(0, 1, below=True)] = 0.0
+    """Share of expert rows in a step's rows (``taskset.expert``); with distill a divergence is their loss."""
+    teacher_tokens: Literal["all", "thinking", "answer"] = "all"
+    """Tokens of a response with the teacher's term: all, its thought, or the answer after it. A response without a
+    thought is all answer."""
 
 
 @dataclass(frozen=True)
@@ -178,6 +183,11 @@ SETTINGS: dict[str, type[AlgorithmConfig]] = {
 def settings_of(name: str) -> type[AlgorithmConfig]:
     """Return the dataclass of an algorithm's settings; ``name`` may be a Python file."""
     return AnyAlgorithmConfig if name.endswith(".py") else SETTINGS.get(name, AlgorithmConfig)
+
+
+def expert_ratio(config: AlgorithmConfig) -> float:
+    """Return the share of expert rows in a step's rows, if the algorithm draws any."""
+    return config.expert_ratio if isinstance(config, MixConfig | DistillConfig) else 0.0
 
 
 def reads_teacher(config: AlgorithmConfig) -> bool:

@@ -50,6 +50,14 @@ def with_sections(config: Config, sections: Mapping[str, RoleConfig]) -> Config:
     return replace(config, **own, teachers=teachers)
 
 
+def teachers_at(teachers: Mapping[str, TeacherConfig], step: int) -> dict[str, TeacherConfig]:
+    """Return the teachers with their weights after ``step`` completed steps (``decay_steps``)."""
+    return {
+        name: t if t.decay_steps is None else replace(t, weight=t.weight * max(0.0, 1.0 - step / t.decay_steps))
+        for name, t in teachers.items()
+    }
+
+
 def teacher_of(teachers: Mapping[str, TeacherConfig], data_source: str) -> str | None:
     """Return the name of the teacher of a task: the one that names its data source, else the longest prefix of it, else
     the one without sources; None if there is none."""

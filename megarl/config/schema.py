@@ -600,6 +600,8 @@ class TeacherConfig:
     no other teacher names."""
     weight: Coefficient = 1.0
     """Factor of the teacher's log-ratio in the advantage."""
+    decay_steps: Count | None = None
+    """Trainer step at which ``weight``, falling linearly from the first step, is 0; None keeps it."""
     parallel: ParallelConfig | None = None
     """Grid of the teacher on the same ranks; None takes the actor's."""
     dtype: Literal["float32", "bfloat16"] | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.buffer.experience import with_group_stats
+from megarl.buffer.order.draws import ExpertRow
 from megarl.config.algorithms import DistillConfig, KLConfig
 from megarl.config.schema import ParallelConfig, UpdateFilterConfig
 from tests.parallel.grid import run_grid
@@ -20,16 +23,20 @@ from tests.parallel.test_teachers import TEMPERATURE, WEIGHTS, config_of, paths,
 
 __all__ = ["paths"]
 GRIDS = TEACHERS_GRIDS | {"sp2": (ParallelConfig(tp=2, sequence_parallel=True), None, None)}
+EXPERTS = "jsd with expert rows"
+"""With rewards too, and a teacher's term for tokens with even ids alone."""
 CASES: dict[str, tuple[str, float, int]] = {
     "forward_kl": ("forward_kl", 0.5, 0),
     "reverse_kl": ("reverse_kl", 0.5, 0),
     "jsd": ("jsd", 0.3, 0),
     "jsd of 5": ("jsd", 0.3, 5),
     "reverse_kl of 5": ("reverse_kl", 0.5, 5),
+    EXPERTS: ("jsd", 0.3, 0),
 }
 """Divergence, β and k."""
 ON_OTHER_GRIDS = ("jsd", "reverse_kl of 5")
-"""Cases on grids other than tensor-parallel ones."""
+"""Cases on grids other than tensor- or data-parallel ones."""
+REWARD = 0.5
 BUDGET = 20000
 """Bytes of logits: a few rows of a chunk."""
 
@@ -37,7 +44,16 @@ BUDGET = 20000
 def algorithm_of(case: str) -> DistillConfig:
     divergence, beta, top_k = CASES[case]
     settings: dict[str, Any] = {"divergence": divergence, "beta": beta, "top_k": top_k}
+    if case == EXPERTS:
+        settings |= {"expert_ratio": 0.25, "reward_coef": REWARD}
     return DistillConfig(name="distill", kl=KLConfig(0.0), **settings)
+
+
+def shown(case: str) -> list[ExpertRow]:
+    """Expert rows of both teachers."""
+    ids = np.random.default_rng(7).integers(2, 100, (7, 20)).astype(np.int32)
+    rows = [ExpertRow(row[:5], row[5 : 9 + 2 * i], teacher=[*WEIGHTS][i % 2]) for i, row in enumerate(ids)]
+    return rows if case == EXPERTS else []
 
 
 def step(
@@ -71,8 +87,10 @@ def step(
             reporter: Any = SimpleNamespace(log=lambda text: None, event=lambda kind, data: None)
             inference = Inference(config, algorithm, models, lambda phase: None)
             learner = Learner(config, algorithm, inference, UpdateFilter(UpdateFilterConfig(), reporter), Ranks())
-            batch = learner.batch_of(taught())
+            batch = learner.batch_of(taught(), shown(case))
             inference.fill(batch)
+            if case == EXPERTS:
+                batch.taught = torch.roll(batch.sequences.tokens, -1) % 2 == 0
             _, found[-1][case] = learner.train_step(TrainState("rl"), batch)
         parallel_state.destroy_model_parallel()
     return found
@@ -97,6 +115,18 @@ def divergence(p: torch.Tensor, q: torch.Tensor, kind: str, beta: float) -> torc
     return beta * (p * (p / m).log()).sum(-1) + (1 - beta) * (q * (q / m).log()).sum(-1)
 
 
+def rows_of(case: str) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, str | None, float]]:
+    """Prompt, response, its loss mask, teacher and advantage of each row."""
+    for i, trajectory in enumerate(with_group_stats(taught())):
+        assert trajectory.group_stats is not None
+        advantage = (trajectory.reward.score - trajectory.group_stats.mean) / (trajectory.group_stats.std + 1e-6)
+        for sample in trajectory.samples():
+            own = REWARD * advantage if case == EXPERTS else 0.0
+            yield sample.prompt_ids, sample.response_ids, sample.response_mask, teacher_of(i), own
+    for row in shown(case):
+        yield row.prompt, row.response, np.ones(len(row.response), bool), row.teacher, 0.0
+
+
 @pytest.fixture(scope="module")
 def expected(paths: dict[str, str]) -> dict[str, tuple[float, float, float]]:
     """Each case's loss, gradient norm and mean divergence."""
@@ -112,19 +142,23 @@ def expected(paths: dict[str, str]) -> dict[str, tuple[float, float, float]]:
     for case, (kind, beta, top_k) in CASES.items():
         models["actor"].zero_grad()
         terms, plain, number = [], [], 0
-        for i, trajectory in enumerate(taught()):
-            for sample in trajectory.samples():
-                ids = torch.from_numpy(np.concatenate([sample.prompt_ids, sample.response_ids])).long()
-                at = len(sample.prompt_ids) - 1 + torch.from_numpy(sample.response_mask.copy()).nonzero()[:, 0]
-                number += len(at)
-                if (name := teacher_of(i)) is None:
-                    continue
-                log_q = torch.log_softmax(models["actor"](ids[None]).logits[0, at, :size] / TEMPERATURE, -1)
-                with torch.no_grad():
-                    log_p = torch.log_softmax(models[name](ids[None]).logits[0, at, :size] / TEMPERATURE, -1)
-                each = divergence(*outcomes(log_p, log_q, top_k), kind, beta)
-                plain += each.tolist()
-                terms.append(WEIGHTS[name] * each.sum())
+        for prompt, response, mask, name, advantage in rows_of(case):
+            ids = torch.from_numpy(np.concatenate([prompt, response])).long()
+            at = len(prompt) - 1 + torch.from_numpy(mask.copy()).nonzero()[:, 0]
+            number += len(at)
+            log_q = torch.log_softmax(models["actor"](ids[None]).logits[0, at, :size] / TEMPERATURE, -1)
+            if advantage:
+                logp = log_q.gather(-1, ids[at + 1, None])
+                terms.append(-advantage * (logp - logp.detach()).exp().sum())
+            if name is None:
+                continue
+            with torch.no_grad():
+                log_p = torch.log_softmax(models[name](ids[None]).logits[0, at, :size] / TEMPERATURE, -1)
+            each = divergence(*outcomes(log_p, log_q, top_k), kind, beta)
+            if case == EXPERTS:
+                each = each[ids[at + 1] % 2 == 0]
+            plain += each.tolist()
+            terms.append(WEIGHTS[name] * each.sum())
         loss = torch.stack(terms).sum() / number
         loss.backward()
         norm = torch.sqrt(sum(p.grad.pow(2).sum() for p in models["actor"].parameters()))
@@ -138,7 +172,7 @@ def test_updates_equal_plain_transformers(
     found: dict[str, list[dict[str, dict[str, float]]]] = {}
     for world in (1, 2):
         names = [name for name, grids in GRIDS.items() if grids[0].world_size == world]
-        cases = [[*CASES] if name in ("one", "tp2") else [*ON_OTHER_GRIDS] for name in names]
+        cases = [[*CASES] if name in ("one", "dp2", "tp2") else [*ON_OTHER_GRIDS] for name in names]
         by_rank = run_grid(world, step, paths, [(GRIDS[name], c) for name, c in zip(names, cases, strict=True)])
         found |= {name: [answers[i] for answers in by_rank] for i, name in enumerate(names)}
     assert sorted(found) == sorted(GRIDS)

@@ -29,6 +29,8 @@ class ExpertRow(NamedTuple):
     """float32 [R]; None if the loss does not read it."""
     images: tuple[bytes, ...] = ()
     """Files of the prompt's images; the prompt has a placeholder for each of their vectors."""
+    teacher: str | None = None
+    """Name of its teacher (``teachers.NAME``); None without one."""
 
 
 def data_seed(seed: int, rollbacks: int) -> int:

@@ -8,10 +8,14 @@ A_t = Σ_{u≥t} γ^(u−t)·r_u + reward_coef·A_GRPO, sums over kept tokens; �
 The loss is GRPO's.
 
 With another ``divergence`` than sampled r_t = 0, and the loss has also w·v_t·D_t of each token, v_t by ``correction``;
-D_t: ``ops/divergence.py``.
+D_t: ``ops/divergence.py``. Of expert rows this is the whole loss, with v_t = 1 (GKD's data of the teacher); sums and
+denominators cover rows of both kinds.
+With ``teacher_tokens`` tokens outside have no term of a teacher, also none by γ.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -41,10 +45,15 @@ def estimate(step: StepInput, config: DistillConfig) -> Estimate:
     tokens = step.held(step.tokens)
     found = doubles(step.mask, _difference, step.teacher_logp, step.old_logp)
     found *= 0.0 if reads_distribution(config) else repeated(step.held(step.teacher_weights), tokens)
+    taught = None if step.taught is None else step.taught[step.mask]
+    if taught is not None:
+        found *= taught
     if config.gamma:
         rewards = found.to(step.old_logp.dtype)
         cu_seqlens = torch.cat([tokens.new_zeros(1), tokens.cumsum(0)])
         found = ops.discounted_returns(rewards, cu_seqlens, config.gamma, rewards.new_zeros(len(tokens))).double()
+        if taught is not None:
+            found *= taught
     if config.reward_coef:
         if config.group_size == 1:
             raise ConfigError(
@@ -67,28 +76,40 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
     Raises:
         ConfigError: ``divergence`` is not sampled and the batch has no divergence.
     """
-    result = surrogate.clipped("distill", batch, config)
+    sampled = batch
+    if batch.expert is not None:
+        sampled = replace(batch, mask=batch.mask & ~batch.expert[batch.row])
+    result = surrogate.clipped("distill", sampled, config)
     if not reads_distribution(config):
         return result
     if batch.divergence is None or batch.teacher_weights is None:
         raise ConfigError(f"algorithm.divergence={config.divergence} needs the divergence from a teacher in LossInput")
     row, kept = batch.row, batch.mask & (batch.teacher_weights > 0)[batch.row]
+    if batch.taught is not None:
+        kept = kept & batch.taught
     weights = terms.token_weights(batch.mask, row, batch.num_rows, config, share=batch.share, dtype=torch.float64)
     weights = weights * batch.teacher_weights[row]
-    if (corrected := correction(batch, config)[0]) is not None:
+    if (corrected := correction(sampled, config)[0]) is not None:  # 1 outside ``sampled``
         weights = weights * terms.masked(corrected.double(), batch.mask)
     each = terms.masked(batch.divergence.double(), kept)
     total = result.total + (weights * each).sum().to(result.total.dtype)
     return Loss(total, result.metrics | {"teacher/divergence": (each.detach().sum(), kept.sum())})
 
 
+def count(
+    mask: torch.Tensor, row: torch.Tensor, num_rows: int, config: DistillConfig, expert: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return this micro-batch's share of the denominator of sampled and expert rows together."""
+    return terms.denominator(mask, row, num_rows, config)
+
+
 DISTILL = Algorithm(
     name="distill",
     source="GKD, arXiv 2306.13649; On-Policy Distillation, Thinking Machines Lab 2025",
     roles=frozenset({"actor", "reference", "teacher"}),
-    needs=frozenset({"old_logp", "teacher_logp", "kl", "advantages"}),
+    needs=frozenset({"old_logp", "teacher_logp", "kl", "advantages", "expert"}),
     advantage=None,
-    count=terms.denominator,
+    count=count,
     loss=loss,
     estimate=estimate,
     shares=True,

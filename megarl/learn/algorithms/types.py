@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from megarl.config.algorithms import AlgorithmConfig
+from megarl.config.algorithms import AlgorithmConfig, expert_ratio
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms.terms.reduction import Together, Tokens, alone
@@ -49,7 +49,7 @@ class LossInput:
     """float [T], by the engine that sampled the tokens: only for ``correction``, never instead of ``old_logp``. For
     expert rows the teacher's, with ``expert_loss=off_policy``."""
     expert: torch.Tensor | None = None
-    """bool [num_rows]: True for demonstrated rows (mix)."""
+    """bool [num_rows]: True for demonstrated rows (mix, distill)."""
     scores: torch.Tensor | None = None
     """float [num_rows], with gradient: output of a scalar head at each row's last token (reward_model)."""
     share: torch.Tensor | None = None
@@ -64,6 +64,8 @@ class LossInput:
     with ``divergence=sampled``."""
     teacher_weights: torch.Tensor | None = None
     """float64 [num_rows], ``weight`` of each row's teacher; 0 without a teacher. None as ``divergence``."""
+    taught: torch.Tensor | None = None
+    """bool [T]: tokens with the teacher's term (``teacher_tokens``); None for all."""
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -120,6 +122,8 @@ class StepInput:
     """float64 [N], reward of the greedy response to each sequence's prompt."""
     teacher_weights: torch.Tensor | None = None
     """float64 [N], ``weight`` of each sequence's teacher; 0 for sequences without one."""
+    taught: torch.Tensor | None = None
+    """bool [T], like ``LossInput.taught``."""
     expert: torch.Tensor | None = None
     """bool [N], True for demonstrated rows: they have no reward, and advantages of 0."""
     own: torch.Tensor | None = None
@@ -203,6 +207,10 @@ class Algorithm(Generic[C]):
     def whole_step(self) -> bool:
         """True if every rank must hold all sequences of a step when it estimates advantages."""
         return self.estimate is not None and not self.shares
+
+    def has_experts(self, config: C) -> bool:
+        """Return True if the trainer adds expert rows to each step."""
+        return "expert" in self.needs and expert_ratio(config) > 0
 
     def has_reference(self, config: C) -> bool:
         """Return True if the trainer computes ``ref_logp``, and has a model for it."""

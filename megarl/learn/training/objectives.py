@@ -65,6 +65,8 @@ class Taught:
     columns: MoreColumns
     weights: torch.Tensor
     """float64 [n], ``weight`` of each held sequence's teacher; 0 for a sequence without one."""
+    tokens: torch.Tensor | None = None
+    """bool [T], as ``LossInput.taught``."""
 
 
 def policy(
@@ -111,6 +113,7 @@ def policy(
                 first=by_row(first, kept),
                 divergence=None if taught is None else outputs[:, 2],
                 teacher_weights=None if taught is None else by_row(taught.weights, kept),
+                taught=None if taught is None else picked(taught.tokens),
             ).to(outputs.device),
             settings,
         )

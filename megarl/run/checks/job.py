@@ -25,7 +25,7 @@ from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.filters import Selected, selected, usable
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
-from megarl.run.checks.models.distillation import check_servers, check_taught
+from megarl.run.checks.models.distillation import check_servers, check_taught, check_taught_experts
 from megarl.run.checks.models.expert_rows import check_teacher
 from megarl.run.checks.models.grids import check_model
 from megarl.run.checks.models.lora import check_adapters, check_tower_overlap
@@ -162,6 +162,7 @@ def _check_inputs(
         check_servers(config, tokenizer)
     if "expert" in rows and reads_teacher(config.algorithm):
         check_teacher(config, read_experts(config), tokenizer)
+    check_taught_experts(config, [row for row in rows.get("expert", ()) if isinstance(row, Task)])
     check_count(config, tasks["train"].tasks if tasks else rows["train"])
     if tokenizer.ends_otherwise is not None and rows.keys() - tasks.keys():
         log.warning(

@@ -55,7 +55,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
             "reward.shuffle=true with reward_model.path: the model's scores would not be shuffled, so this is no "
             "control; leave one out"
         )
-    if "expert" in algorithm.needs and config.taskset.expert is None and not _may_have_experts(config):
+    if algorithm.has_experts(config.algorithm) and config.taskset.expert is None and not _may_have_experts(config):
         raise ConfigError(
             f"algorithm.name={name} needs taskset.expert, a file of rows with a response, or imported rows in its "
             "store (megarl data import-experts)"

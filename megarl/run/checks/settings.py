@@ -34,7 +34,6 @@ from megarl.run.checks.tasksets import check_taskset
 from megarl.run.local_disk import choose
 from megarl.run.process import ports
 from megarl.run.report.doctor import installed_version
-from megarl.run.run_dir.rows import needs_expert_rows
 from megarl.train.tracking import check_trackers
 
 log = logging.getLogger(__name__)
@@ -121,7 +120,7 @@ def check_algorithm(config: Config) -> None:
             f"algorithm.group_size=1 leaves {algorithm.name} nothing to compare an answer with; set it to 2 or more"
         )
     settings = config.algorithm
-    if needs_expert_rows(config) and isinstance(settings, MixConfig) and settings.expert_ratio == 0:
+    if "expert" in algorithm.needs and isinstance(settings, MixConfig) and settings.expert_ratio == 0:
         raise ConfigError(
             f"algorithm.expert_ratio=0 leaves {algorithm.name} without expert rows; set it above 0, or algorithm.name "
             "to grpo"

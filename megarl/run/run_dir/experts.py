@@ -116,7 +116,13 @@ def _of_trajectory(
     ended = len(ids) > 0 and int(ids[-1]) in tokenizer.eos_ids
     text = tokenizer.decode(ids[:-1] if ended else ids, special=True)
     shown = Task(
-        f"expert/{number}", "", task.prompt, "", {}, response=text, chat_template_kwargs=task.chat_template_kwargs
+        f"expert/{number}",
+        task.data_source,
+        task.prompt,
+        "",
+        {},
+        response=text,
+        chat_template_kwargs=task.chat_template_kwargs,
     )
     same = np.array_equal(tokenizer.response_ids(text), ids)
     return ExpertExperience(shown, trajectory.reward.score, response.logp if same else None, digest if same else None)

@@ -56,7 +56,7 @@ def needs_expert_rows(config: Config) -> bool:
     """
     from megarl.learn import algorithms  # imports torch
 
-    return "expert" in algorithms.get(config.algorithm.name).needs
+    return algorithms.get(config.algorithm.name).has_experts(config.algorithm)
 
 
 def kind_of_rows(config: Config) -> Kind:

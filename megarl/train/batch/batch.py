@@ -73,11 +73,10 @@ class StepBatch:
     """The teachers' distributions at the held positions; None without a divergence from them."""
     teacher_top_k: torch.Tensor | None = None
     """float32 [T, 2·k]: what ``likeliest_tokens`` returns; None without teachers at URLs or ``algorithm.top_k``."""
-
-    @property
-    def teachers(self) -> list[str | None]:
-        """[N], name of each sequence's teacher; None for sequences without one."""
-        return [row.teacher for row in self.rows] + [None] * (len(self.sequences.step_lengths) - len(self.rows))
+    teachers: Sequence[str | None] = ()
+    """[N], name of each sequence's teacher; None for sequences without one."""
+    taught: torch.Tensor | None = None
+    """bool [T], as ``LossInput.taught``."""
 
     def kept(self, mask: torch.Tensor) -> Tokens:
         """Return the tokens of ``mask`` (bool [T]), for reductions over the whole step."""
@@ -137,12 +136,13 @@ def make_batch(
         shown = updates_of([[i] for i in range(len(rows), len(samples.lengths))], len(updates), exactly=True)
         updates = [usual + expert for usual, expert in zip(updates, shown, strict=True)]
     outside = [[i] for i, number in enumerate(tokens) if i not in paired and number]
-    teachers = [row.teacher for row in rows] + [None] * len(demonstrations)
+    teachers = [row.teacher for row in rows] + [row.teacher for row in demonstrations]
     share = share_of(StepPlan(samples.lengths, samples.patches, updates, outside, filtered, teachers))
     sequences = on_all_ranks(lambda: samples.sequences(share))
     reasons = [fact.finish_reason for fact in facts]
     own = turn_advantages(trajectories, sequences, algorithm, settings) if settings.turn_rewards else None
     batch = StepBatch(outcomes, rows, sequences, updates, reasons, own, outside, amount(paired), excluded)
+    batch.teachers = teachers
     batch.teacher_top_k = samples.likeliest_tokens(sequences) if teacher_top_k(settings) else None
     return batch
 

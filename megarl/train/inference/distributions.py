@@ -7,6 +7,7 @@ of the teachers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -108,8 +109,11 @@ def teacher_heads(models: Models, top_k: int) -> list[TeacherHead]:
 def divergence_of(batch: StepBatch, settings: DistillConfig, teachers: Mapping[str, TeacherConfig]) -> Taught:
     """Return the divergence of the actor from the batch's distributions."""
     assert settings.divergence != "sampled" and batch.distributions is not None, "the inference phase fills them"
-    columns = DivergenceFromTeachers(Divergence(settings.divergence, settings.beta), batch.distributions)
-    return Taught(columns, batch.sequences.held(teacher_weights(batch.teachers, teachers)))
+    found, taught = batch.distributions, batch.taught
+    if taught is not None:
+        found = replace(found, teacher=found.teacher.masked_fill(~taught, -1))
+    columns = DivergenceFromTeachers(Divergence(settings.divergence, settings.beta), found)
+    return Taught(columns, batch.sequences.held(teacher_weights(batch.teachers, teachers)), taught)
 
 
 def teacher_weights(names: Sequence[str | None], teachers: Mapping[str, TeacherConfig]) -> torch.Tensor:

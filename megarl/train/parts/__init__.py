@@ -21,6 +21,7 @@ from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
 from megarl.train.parts.scores import RewardModelScores
+from megarl.train.parts.taught_tokens import TaughtTokens, teaches_a_part
 from megarl.train.parts.teachers import Teachers
 from megarl.train.rollout.group_part import made
 
@@ -32,6 +33,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.reward_model.path is not None, RewardModelScores),
     (lambda c: bool(c.teachers), Teachers),
     (draws_experts, Demonstrations),
+    (teaches_a_part, TaughtTokens),
     (lambda c: c.trainer.keep_batches, KeptBatches),
     (lambda c: c.evaluation.average is not None, AveragedActor),
     (lambda c: not c.rollout.is_colocated and c.sync.max_staleness > 0, DrainAhead),

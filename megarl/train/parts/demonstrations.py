@@ -1,10 +1,11 @@
-"""Expert rows in addition to sampled responses (``algorithm.name=mix``, and algorithms of a user's file)."""
+"""Expert rows in addition to sampled responses (``algorithm.name`` mix and distill, and algorithms of a
+user's file)."""
 
 from __future__ import annotations
 
 from megarl.buffer.order.draws import ExpertRow, ExpertRows, data_seed, num_expert_rows
 from megarl.config import Config
-from megarl.config.algorithms import MixConfig, reads_teacher
+from megarl.config.algorithms import expert_ratio, reads_teacher
 from megarl.learn import algorithms
 from megarl.tasks import ChatTokenizer
 from megarl.train.batch.images import ImageInputs
@@ -16,7 +17,7 @@ from megarl.train.rollout.reading import RolloutReader
 
 def draws_experts(config: Config) -> bool:
     """True if the algorithm trains on expert rows."""
-    return "expert" in algorithms.get(config.algorithm.name).needs
+    return algorithms.get(config.algorithm.name).has_experts(config.algorithm)
 
 
 class Demonstrations(Part):
@@ -31,13 +32,12 @@ class Demonstrations(Part):
 
 def drawn(rows: ExpertRows, config: Config, state: TrainState, usual: int) -> list[ExpertRow]:
     """Draw the step's expert rows, to mix with ``usual`` samples."""
-    settings = config.algorithm
-    assert isinstance(settings, MixConfig), "mix and algorithms of a user's file have expert rows"
-    count = num_expert_rows(usual, settings.expert_ratio)
+    count = num_expert_rows(usual, expert_ratio(config.algorithm))
     return rows.of_step(state.step, count, data_seed(config.trainer.seed, state.rollbacks))
 
 
 def expert_rows(config: Config, reader: RolloutReader, images: ImageInputs | None) -> ExpertRows:
     """Read the store's expert rows, with image placeholders expanded."""
     tokenizer, teacher = ChatTokenizer.of(config), reads_teacher(config.algorithm)
-    return ExpertRows(reader.demonstrations(tokenizer, images and images.expand, teacher=teacher))
+    expand = images and images.expand
+    return ExpertRows(reader.demonstrations(tokenizer, expand, teacher=teacher, teachers=config.teachers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import timedelta
 from functools import cache
@@ -18,6 +18,8 @@ from megarl.buffer.experience import by_group
 from megarl.buffer.order.draws import ExpertRow
 from megarl.buffer.order.replay import Replayed
 from megarl.buffer.store import Store
+from megarl.config.model_roles import teacher_of
+from megarl.config.schema import TeacherConfig
 from megarl.core.errors import JobError, MegarlError, describe
 from megarl.core.processes import heartbeat
 from megarl.core.schema import Trajectory, WeightsVersion, file_digest
@@ -229,13 +231,19 @@ class RolloutReader:
         return found[0]
 
     def demonstrations(
-        self, tokenizer: ChatTokenizer, expand: Expand | None = None, *, teacher: bool = False
+        self,
+        tokenizer: ChatTokenizer,
+        expand: Expand | None = None,
+        *,
+        teacher: bool = False,
+        teachers: Mapping[str, TeacherConfig] = {},
     ) -> list[ExpertRow]:
         """Return all expert experiences as tokens, in the store's order.
 
         Args:
             expand: Inserts a placeholder for each image vector into a prompt; None for a text model.
             teacher: Include the teacher's log-probs of rows that have them.
+            teachers: Each row gets one of them by its ``data_source``.
         """
 
         def parts() -> Iterator[list[ExpertRow]]:
@@ -244,7 +252,13 @@ class RolloutReader:
                 pairs = encode_demonstrations(tasks, tokenizer)
                 logp = [expert.teacher_logp if teacher else None for expert in part]
                 yield [
-                    ExpertRow(prompt if expand is None else expand(prompt, task.images), response, own, task.images)
+                    ExpertRow(
+                        prompt if expand is None else expand(prompt, task.images),
+                        response,
+                        own,
+                        task.images,
+                        teacher_of(teachers, task.data_source),
+                    )
                     for task, (prompt, response), own in zip(tasks, pairs, logp, strict=True)
                 ]
 

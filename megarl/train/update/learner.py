@@ -16,6 +16,7 @@ from megarl.buffer.experience.groups import group_stats
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, reads_distribution
+from megarl.config.model_roles import teachers_at
 from megarl.config.schema import TeacherConfig
 from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.schema import GroupStats, Trajectory, WeightsVersion
@@ -72,7 +73,8 @@ class Learner:
         """Estimate advantages and make the step's updates; return the new state, and metrics."""
         settings = self.settings(state)
         state, estimated = self.estimate(state, batch)
-        taught = divergence_of(batch, settings, self.config.teachers) if reads_distribution(settings) else None
+        teachers = teachers_at(self.config.teachers, state.step)
+        taught = divergence_of(batch, settings, teachers) if reads_distribution(settings) else None
         policy = partial(objectives.policy, self.algorithm, settings, batch.sequences, taught=taught)
         first = policy(unchanged=True) if self.inference.first_update_infers else None
         state, updated = self.update(state, batch, policy(), settings, first)
@@ -84,9 +86,8 @@ class Learner:
         sequences, config = batch.sequences, self.settings(state)
         metrics: dict[str, float] = {}
         if "advantages" in self.algorithm.needs:
-            result = self.algorithm.step_advantages(
-                step_input(batch, self.algorithm, config, self.config.teachers), config
-            )
+            teachers = teachers_at(self.config.teachers, state.step)
+            result = self.algorithm.step_advantages(step_input(batch, self.algorithm, config, teachers), config)
             sequences.advantages, sequences.returns = result.advantages, result.returns
             if batch.turn_advantages is not None:
                 own = batch.turn_advantages.to(result.advantages.dtype).masked_fill_(~sequences.mask, 0.0)
@@ -211,6 +212,7 @@ def step_input(
         bootstrap=bootstrap,
         greedy=greedy,
         teacher_weights=weights,
+        taught=batch.taught,
         expert=torch.arange(len(tokens)) >= len(rows) if more else None,
         own=None if sequences.share is None else sequences.share.numbers,
         together=sequences.together,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from megarl.config import Config
-from megarl.config.algorithms import AlgorithmConfig, DistillConfig, reads_distribution, teacher_top_k
+from megarl.config.algorithms import AlgorithmConfig, DistillConfig, expert_ratio, reads_distribution, teacher_top_k
 from megarl.config.lengths import context_tokens
 from megarl.config.model_roles import path_of, teacher_of
 from megarl.config.schema import TeacherConfig
@@ -38,6 +38,14 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
     for name, teacher in teachers.items():
         if teacher.url is not None:
             _check_url_settings(config, name, teacher)
+            if algorithm.has_experts(config.algorithm):
+                raise ConfigError(
+                    f"teachers.{name}.url with algorithm.expert_ratio={expert_ratio(config.algorithm):g}: a server is "
+                    "asked about sampled responses alone, not about expert rows; set expert_ratio=0, or give the teacher as "
+                    "teachers.NAME.path"
+                )
+        if teacher.decay_steps is not None and not _learns_from_rewards(config.algorithm):
+            _check_decay(name, teacher.decay_steps, config.trainer.steps)
     owner: dict[str | None, str] = {}
     for name, teacher in teachers.items():
         sources: list[str | None] = [*teacher.sources] or [None]
@@ -82,6 +90,15 @@ def _check_url_settings(config: Config, name: str, teacher: TeacherConfig) -> No
             )
 
 
+def _check_decay(name: str, decay_steps: int, steps: int) -> None:
+    if decay_steps < steps:
+        raise ConfigError(
+            f"teachers.{name}.decay_steps={decay_steps} with trainer.steps={steps} and algorithm.reward_coef=0: later "
+            "steps would have nothing to learn from; set algorithm.reward_coef above 0, or decay_steps to at least "
+            "trainer.steps"
+        )
+
+
 def check_servers(config: Config, tokenizer: ChatTokenizer) -> None:
     """Ask the servers of teachers at URLs for their model, length and tokens. Raises ConfigError."""
     if any(teacher.url is not None for teacher in config.teachers.values()):
@@ -98,7 +115,14 @@ def _check_divergence(settings: AlgorithmConfig, needed: bool) -> None:
     if not isinstance(settings, DistillConfig):
         return
     given = f"algorithm.divergence={settings.divergence}"
+    if settings.teacher_tokens != "all":
+        _check_teacher_tokens(settings, needed)
     if not reads_distribution(settings):
+        if settings.name == "distill" and settings.expert_ratio:
+            raise ConfigError(
+                f"algorithm.expert_ratio={settings.expert_ratio:g} with {given}, whose term is for tokens that the "
+                "student sampled; set algorithm.divergence to forward_kl, reverse_kl or jsd, or expert_ratio to 0"
+            )
         if settings.top_k:
             raise ConfigError(
                 f"algorithm.top_k={settings.top_k} with {given}, which reads the sampled token alone; set "
@@ -118,6 +142,20 @@ def _check_divergence(settings: AlgorithmConfig, needed: bool) -> None:
         raise ConfigError(
             f"algorithm.beta={settings.beta:g} with {given} must be above 0 and below 1; set algorithm.divergence to "
             "forward_kl for the limit at 0, or reverse_kl for the one at 1"
+        )
+
+
+def _check_teacher_tokens(settings: DistillConfig, needed: bool) -> None:
+    given = f"algorithm.teacher_tokens={settings.teacher_tokens}"
+    if not needed:
+        raise ConfigError(
+            f"{given} with algorithm.name={settings.name}, which learns from no teacher; set it to all, or add "
+            "teacher_logp to its needs"
+        )
+    if settings.segments != "all":
+        raise ConfigError(
+            f"{given} with algorithm.segments={settings.segments}, which takes parts of a thought out of the loss; set "
+            "one of them to all"
         )
 
 
@@ -153,6 +191,20 @@ def check_taught(config: Config, tasks: Sequence[Task]) -> None:
                 f"{place(config, 'train', task)} has data_source {task.data_source!r}, which no teacher has among its "
                 f"sources; add it to teachers.{next(iter(config.teachers))}.sources (prefixes end in /), give one "
                 "teacher no sources, or set algorithm.reward_coef above 0 to learn from its reward alone"
+            )
+
+
+def check_taught_experts(config: Config, rows: Sequence[Task]) -> None:
+    """Check that every expert row of distillation has a teacher, which is all that it teaches. Raises DataError naming
+    the first without one."""
+    if config.algorithm.name != "distill" or not expert_ratio(config.algorithm):
+        return
+    for row in rows:
+        if teacher_of(config.teachers, row.data_source) is None:
+            raise DataError(
+                f"{place(config, 'expert', row)} has data_source {row.data_source!r}, which no teacher has among its "
+                f"sources; add it to teachers.{next(iter(config.teachers), 'NAME')}.sources, or give one teacher no "
+                "sources"
             )
 
 

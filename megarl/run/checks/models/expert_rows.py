@@ -10,6 +10,7 @@ from megarl.config import Config
 from megarl.config.algorithms import reads_teacher
 from megarl.core.errors import DataError
 from megarl.run.checks.inputs import check_held_out, check_lengths
+from megarl.run.checks.models.distillation import check_taught_experts
 from megarl.run.checks.models.vision import check_image_files_of, check_images, check_patches
 from megarl.run.checks.models.vocabulary import check_vocabulary
 from megarl.run.run_dir.experts import from_source, tokenizer_digest
@@ -40,6 +41,7 @@ class ExpertCheck:
         check_patches(config, {"expert": rows}, processor, pairs=False)
         check_image_files_of(config, "expert", rows)
         check_teacher(config, experts, self._tokenizer)
+        check_taught_experts(config, rows)
 
 
 def check_teacher(config: Config, experts: Sequence[ExpertExperience], tokenizer: ChatTokenizer) -> None:
