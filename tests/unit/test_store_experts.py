@@ -20,8 +20,8 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward
 from megarl.run.checks.models.expert_rows import ExpertCheck
 from megarl.run.launch.experts import fill_experts
-from megarl.run.run_dir.experts import from_source, read_experts, read_run, tokenizer_digest
-from megarl.tasks import ChatTokenizer
+from megarl.run.run_dir.experts import from_source, read_experts, read_run
+from megarl.tasks import ChatTokenizer, tokenizer_digest
 from tests.stores import VERSION, expert, make_task, make_trajectory, rows
 from tests.trajectories import one_turn
 from tests.unit.small_job import SMALL, config_of

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.config.algorithms import DistillConfig
+from megarl.config.algorithms import DivergenceConfig
 from megarl.config.model_roles import path_of, teacher_role
 from megarl.config.schema import TeacherConfig
 from megarl.learn.algorithms.terms.token_parts import repeated
@@ -105,11 +105,16 @@ def teacher_heads(models: Models, top_k: int) -> list[TeacherHead]:
     return found
 
 
-def divergence_of(batch: StepBatch, settings: DistillConfig, teachers: Mapping[str, TeacherConfig]) -> Taught:
+def divergence_of(batch: StepBatch, settings: DivergenceConfig, teachers: Mapping[str, TeacherConfig]) -> Taught:
     """Return the divergence of the actor from the batch's distributions."""
-    assert settings.divergence != "sampled" and batch.distributions is not None, "the inference phase fills them"
-    columns = DivergenceFromTeachers(Divergence(settings.divergence, settings.beta), batch.distributions)
-    return Taught(columns, batch.sequences.held(teacher_weights(batch.teachers, teachers)))
+    assert batch.distributions is not None, "the inference phase fills them"
+    return taught(settings, batch.distributions, batch.sequences.held(teacher_weights(batch.teachers, teachers)))
+
+
+def taught(settings: DivergenceConfig, distributions: TeacherDistributions, weights: torch.Tensor) -> Taught:
+    """Return the divergence of the actor from ``distributions``, with the ``weights`` of ``Taught``."""
+    assert settings.divergence != "sampled", "the loss has a divergence"
+    return Taught(DivergenceFromTeachers(Divergence(settings.divergence, settings.beta), distributions), weights)
 
 
 def teacher_weights(names: Sequence[str | None], teachers: Mapping[str, TeacherConfig]) -> torch.Tensor:

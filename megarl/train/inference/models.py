@@ -197,7 +197,7 @@ class Models:
         here = [name for name, teacher in config.teachers.items() if teacher.path is not None]
         if here and "teacher_logp" in self._algorithm.needs and not self.teachers:
             enter(Phase.TEACHERS)
-            self.teachers = {name: self._teacher(teacher_role(name)) for name in here}
+            self.teachers = {name: self.teacher(name) for name in here}
         if "critic" in self._algorithm.roles and (self.critic is None or not step):
             self.critic = None  # free its memory before the next one is built
             gc.collect()
@@ -237,7 +237,9 @@ class Models:
             share_base(self.actor.model.chunks, model.chunks)
         return model
 
-    def _teacher(self, role: str) -> Model:
+    def teacher(self, name: str) -> Model:
+        """Build a teacher with a path; it needs no actor. Raises CheckpointError if its files cannot be read."""
+        role = teacher_role(name)
         path = path_of(self.config, role)
         assert path is not None, "checked before any process starts"
         hf_config = hf.read_hf_config(Path(path))
