@@ -6,7 +6,7 @@ Shape legend: R tokens of a response with its end token, k likeliest tokens of t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,10 @@ class Scored(NamedTuple):
     """[R]"""
     vocab_size: int
     """Number of ids that teacher and student both have; the likeliest tokens are among them."""
+
+
+Score = Callable[[str, Sequence[Pair]], list[Scored]]
+"""(name of a teacher, tokens of rows) -> scores of their responses."""
 
 
 def columns_of(scored: Scored, pair: Pair, files: str, tokenizer: str) -> dict[str, Any]:

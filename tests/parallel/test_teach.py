@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -46,8 +47,6 @@ def score(rank: int, file: str, teacher: str, model: str, out: str) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A student, a teacher with more ids and rows that the teacher has scored; one row is an assistant's message."""
-    import json
-
     folder = tmp_path_factory.mktemp("teach")
     make(config_of(folder, "algorithm.name=sft"))
     save(folder, folder / "teacher", 160)

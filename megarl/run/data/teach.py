@@ -40,10 +40,10 @@ from megarl.run.run_dir.experts import read_run
 from megarl.run.run_dir.rows import place
 from megarl.tasks import ChatTokenizer, encode_demonstrations, read_rows, tokenizer_digest
 from megarl.tasks.row_files import read_recipe, write_table
-from megarl.tasks.teacher_scores import COLUMNS, Pair, Scored, columns_of
-from megarl.train.inference.scoring import Score, path_teachers
+from megarl.tasks.teacher_scores import COLUMNS, Pair, Score, Scored, columns_of
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+from megarl.weights.megatron_private import silence
 
 PART_ROWS = 64
 """Rows of a part: at most so many are scored again after a kill."""
@@ -191,6 +191,9 @@ def _teachers(lesson: Lesson) -> Iterator[Score]:
     with ExitStack() as stack:
         here = None
         if any(teacher.path is not None for teacher in config.teachers.values()):
+            silence()  # before Megatron is imported
+            from megarl.train.inference.scoring import path_teachers
+
             [port] = ports.choose("127.0.0.1", 1, None)
             here = stack.enter_context(path_teachers(config, port))
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
+from megarl import ops
 from megarl.config import Config
 from megarl.config.algorithms import teacher_top_k
 from megarl.core.schema import TeacherScores
@@ -16,12 +17,9 @@ from megarl.learn.batching import of_demonstrations
 from megarl.learn.models.teaching import LikeliestTokens
 from megarl.learn.parallel import process_groups
 from megarl.learn.training.model import Model
-from megarl.tasks.teacher_scores import Pair, Scored
+from megarl.tasks.teacher_scores import Pair, Score, Scored
 from megarl.train.inference.inference import check_ids
 from megarl.train.inference.models import Models
-
-Score = Callable[[str, Sequence[Pair]], list[Scored]]
-"""(name of a teacher, (prompt ids, response ids) of each row) -> scores of the responses."""
 
 
 @contextmanager
@@ -34,6 +32,8 @@ def path_teachers(config: Config, port: int) -> Iterator[Score]:
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if config.parallel.backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as the supervisor does
+    torch.set_num_threads(config.trainer.num_threads)
+    ops.use(config.trainer.kernels)
     process_groups.initialize(config.parallel, seed=config.trainer.seed)
     models, built = Models(config, algorithms.get("sft")), dict[str, Model]()
 
