@@ -95,7 +95,7 @@ def teach(source: Path, overrides: Sequence[str], min_score: float | None, own: 
     given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
     top_k, out = _count(given.pop("top_k", "0")), Path(given.pop("out", "") or _default(source))
     if out.suffix != ".parquet" or out.exists() or not out.parent.is_dir():
-        why = "exists" if out.exists() else "must end in .parquet, in a folder that exists"
+        why = "exists" if out.exists() else "must end in .parquet and be in a folder that exists"
         raise ConfigError(f"out={out} {why}; give another file (out=FILE.parquet)")
     config = _settings(
         source, [word for word in overrides if word.partition("=")[0] not in ("top_k", "out")], top_k, own
@@ -125,7 +125,7 @@ def _count(text: str) -> int:
 
 
 def _default(source: Path) -> Path:
-    return source / "data" / "taught.parquet" if source.is_dir() else source.with_name(f"{source.stem}_taught.parquet")
+    return source / "taught.parquet" if source.is_dir() else source.with_name(f"{source.stem}_taught.parquet")
 
 
 def _settings(source: Path, overrides: Sequence[str], top_k: int, own: str | None) -> Config:
