@@ -198,7 +198,9 @@ async def score_rows(
 ) -> list[TeacherScores]:
     """Return a teacher's scores of responses, given as (prompt ids, response ids). Arguments as of ``TeacherServer``.
 
-    Raises RequestFailed, or ConfigError as ``TeacherServer.open``.
+    Raises:
+        JobError: the server fails, or its reply cannot be used.
+        ConfigError: as ``TeacherServer.open``.
     """
     server = TeacherServer(name, config, top_k, largest_id)
     try:
@@ -206,6 +208,8 @@ async def score_rows(
         lengths = [(len(prompt), len(prompt) + len(response)) for prompt, response in pairs]
         asked = zip(map(np.concatenate, pairs), lengths, strict=True)
         return list(await asyncio.gather(*(server.scores(ids, range(*places)) for ids, places in asked)))
+    except RequestFailed as failure:
+        raise JobError(f"{failure}; correct the teacher's server and repeat the command, which goes on") from failure
     finally:
         await server.server.close()
 

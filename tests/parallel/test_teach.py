@@ -40,8 +40,8 @@ def score(rank: int, file: str, teacher: str, model: str, out: str) -> None:
     """Runs in a process of its own, as the command does."""
     from megarl.run.data.teach import teach
 
-    words = [f"model.path={model}", f"teachers.large.path={teacher}", f"top_k={TOP_K}", f"out={out}"]
-    teach(Path(file), [*words, "model.dtype=float32"], None)
+    words = [f"model.path={model}", f"teachers.large.path={teacher}", "model.dtype=float32"]
+    teach(Path(file), words, top_k=str(TOP_K), out=out)
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,9 @@ from aiohttp.test_utils import TestServer
 
 from megarl.core.errors import ConfigError, DataError, JobError
 from megarl.run.checks import job as checks
-from megarl.run.data.teach import PART_ROWS, teach
+from megarl.cli import parse_arguments
+from megarl.run.data.command import run
+from megarl.run.data.teach import PART_ROWS
 from megarl.tasks import ChatTokenizer, encode_demonstrations, read_rows, tokenizer_digest
 from megarl.tasks.images.inline import data_uri
 from megarl.tasks.row_files import write_table
@@ -40,7 +41,11 @@ def rows_of(folder: Path, number: int = PART_ROWS + 6) -> Path:
     return path
 
 
-def taught(server: Server, source: Path, prepared: Path, *words: str, min_score: float | None = None) -> Path:
+def command(source: Path, *words: str) -> None:
+    assert run(parse_arguments(["data", "teach", str(source), *words])) == 0
+
+
+def taught(server: Server, source: Path, prepared: Path, *words: str) -> Path:
     """In a thread, because the command has an event loop of its own. ``NAME=`` leaves a setting out."""
     model = ChatTokenizer.open(prepared / "model")
     server.texts, server.length = (lambda token: model.decode([token], special=True)), 10**6
@@ -52,8 +57,9 @@ def taught(server: Server, source: Path, prepared: Path, *words: str, min_score:
             names = {word.partition("=")[0] for word in words}
             given = [word for word in given if word.partition("=")[0] not in names]
             given += [word for word in words if not word.endswith("=")]
-            work: Awaitable[tuple[Path, int]] = asyncio.to_thread(teach, source, given, min_score)
-            return (await work)[0]
+            await asyncio.to_thread(command, source, *given)
+            written = [word.partition("=")[2] for word in words if word.startswith("out=")]
+            return Path(written[0]) if written else source.with_name("rows_taught.parquet")
 
     return asyncio.run(main())
 
@@ -67,7 +73,6 @@ def table(path: Path) -> list[dict[str, Any]]:
 def test_rows_keep_their_texts_and_get_scores(prepared: Path, tmp_path: Path) -> None:
     source = rows_of(tmp_path)
     out = taught(Server(), source, prepared, "teachers.large.model=large")
-    assert out == tmp_path / "rows_taught.parquet"
     given, found = (read_rows(path, require_response=True, split="train") for path in (source, out))
     assert found == given
     tokenizer = ChatTokenizer.open(prepared / "model")
@@ -103,8 +108,8 @@ def test_an_ended_command_goes_on(prepared: Path, tmp_path: Path) -> None:
 def test_what_the_command_refuses(prepared: Path, tmp_path: Path) -> None:
     source, model = rows_of(tmp_path, 3), f"model.path={prepared / 'model'}"
     teacher = "teachers.near.path=/m"
-    picture = tmp_path / "picture.jsonl"
-    picture.write_text(json.dumps({"prompt": "<image> ?", "response": "1", "images": [data_uri(picture())]}) + "\n")
+    shown = tmp_path / "picture.jsonl"
+    shown.write_text(json.dumps({"prompt": "<image> ?", "response": "1", "images": [data_uri(picture(1))]}) + "\n")
     (tmp_path / "there.parquet").touch()
     for given, words, match in (
         (source, [model], "teachers is empty; set teachers.NAME.path"),
@@ -116,10 +121,10 @@ def test_what_the_command_refuses(prepared: Path, tmp_path: Path) -> None:
         (tmp_path, [teacher], "has no resolved.json; give the directory of a run, or a file of rows"),
     ):
         with pytest.raises(ConfigError, match=match):
-            teach(given, words, None)
+            command(given, *words)
     for given, words, match in (
         (source, ["teachers.large.sources=[maths]"], r"rows\.jsonl: line 1 \(taskset\.train\) has data_source 'sums'"),
-        (picture, [], r"picture\.jsonl: line 1 \(taskset\.train\) has images, which teach does not score"),
+        (shown, [], r"picture\.jsonl: line 1 \(taskset\.train\) has images, which teach does not score"),
     ):
         with pytest.raises(DataError, match=match):
             taught(Server(), given, prepared, *words)
@@ -173,11 +178,9 @@ def test_responses_of_a_run(prepared: Path, tmp_path: Path) -> None:
     """Its model and template count; a response with a low score can be left out."""
     run_dir = other_run(prepared, tmp_path)
     found = {}
-    for name, min_score in (("all", None), ("right", 1.0)):
+    for name, more in (("all", []), ("right", ["--min-score", "1"])):
         out = tmp_path / f"{name}.parquet"
-        taught(
-            Server(), run_dir, prepared, "model.path=", "teachers.large.model=large", f"out={out}", min_score=min_score
-        )
+        taught(Server(), run_dir, prepared, "model.path=", "teachers.large.model=large", f"out={out}", *more)
         found[name] = [(row["prompt"], row["response"]) for row in table(out)]
     assert len(found["all"]) == 6 and len(found["right"]) == 2
     assert [response for _, response in found["right"]] == ["1", "3"]

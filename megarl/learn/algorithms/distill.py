@@ -19,7 +19,7 @@ from megarl import ops
 from megarl.config.algorithms import AlgorithmConfig, DistillConfig, reads_distribution
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import grpo, terms
-from megarl.learn.algorithms.terms import surrogate, teaching
+from megarl.learn.algorithms.terms import from_teacher, surrogate
 from megarl.learn.algorithms.terms.correction import correction
 from megarl.learn.algorithms.terms.token_parts import doubles, repeated, spread_out
 from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
@@ -70,7 +70,7 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
     result = surrogate.clipped("distill", batch, config)
     if not reads_distribution(config):
         return result
-    term, metrics = teaching.divergence(batch, config, correction(batch, config)[0])
+    term, metrics = from_teacher.divergence(batch, config, correction(batch, config)[0])
     return Loss(result.total + term.to(result.total.dtype), result.metrics | metrics)
 
 

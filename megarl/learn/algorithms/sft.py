@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from megarl.config.algorithms import AlgorithmConfig, SFTConfig, reads_distribution
 from megarl.learn.algorithms import terms
-from megarl.learn.algorithms.terms import teaching
+from megarl.learn.algorithms.terms import from_teacher
 from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 
 def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
-    """Return the loss of the file's head. Raises ConfigError as ``teaching.divergence``."""
+    """Return the loss of the file's head. Raises ConfigError as ``from_teacher.divergence``."""
     mask = batch.mask
     weights = terms.token_weights(mask, batch.row, batch.num_rows, config, share=batch.share, dtype=batch.logp.dtype)
     count = terms.denominator(mask, batch.row, batch.num_rows, config)
@@ -24,7 +24,7 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
     if not reads_distribution(config):
         return Loss(total, metrics)
     assert isinstance(config, SFTConfig), "the settings of sft, or of a user's file"
-    term, of_teacher = teaching.divergence(batch, config)
+    term, of_teacher = from_teacher.divergence(batch, config)
     return Loss(config.cross_entropy_coef * total + term.to(total.dtype), metrics | of_teacher)
 
 

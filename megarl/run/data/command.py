@@ -16,6 +16,8 @@ WANTS = {
     REWARD: "a parquet or jsonl file with the rows of `megarl data awaiting` and their score",
     TEACH: "the directory of a run, or one parquet, json or jsonl file of demonstrations",
 }
+OF_TEACH = ("top_k=", "out=")
+"""Words of ``teach`` that are no settings."""
 SHOW, COUNT, SAMPLE, EXPORT, PRUNE, PAGE, TOKENS = "show", "count", "sample", "export", "prune", "page", "tokens"
 LOOKS = {
     SHOW: "Print a group, or one of its trajectories: prompt, turns, rewards, ends, weights versions.",
@@ -66,6 +68,11 @@ def read_words(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
     """Split the words into command, files and overrides, if the first word is one of ``WANTS``."""
     if arguments.overrides and arguments.overrides[0] in WANTS:
         arguments.what, *words = arguments.overrides
+        arguments.of_teach = {}
+        if arguments.what == TEACH:
+            own = [word for word in words if word.startswith(OF_TEACH)]
+            arguments.of_teach = dict(word.split("=", 1) for word in own)
+            words = [word for word in words if word not in own]
         arguments.sources, arguments.overrides = separated(words)
         if not arguments.sources or (arguments.what in (AWAITING, TEACH) and len(arguments.sources) > 1):
             parser.error(f"{arguments.what}: give {WANTS[arguments.what]}")
@@ -146,8 +153,8 @@ def _of_experiment(arguments: argparse.Namespace) -> None:
 
         from megarl.run.data.teach import teach
 
-        given = Path(arguments.sources[0]), arguments.overrides, arguments.min_score, arguments.config_dir
-        log.info("%s: %d rows with scores", *teach(*given))
+        given = {"min_score": arguments.min_score, "own": arguments.config_dir, **arguments.of_teach}
+        log.info("%s: %d rows with scores", *teach(Path(arguments.sources[0]), arguments.overrides, **given))
         return
     config = compose(arguments.overrides, own=arguments.config_dir)
     if arguments.what is None:

@@ -24,10 +24,9 @@ from megarl.config.algorithms import DistillConfig, KLConfig, teacher_top_k
 from megarl.config.lora import LoraConfig
 from megarl.config.model_roles import teacher_of, teacher_role
 from megarl.core.durable import whole
-from megarl.core.errors import ConfigError, DataError, JobError
+from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task, digest_of
 from megarl.learn import algorithms
-from megarl.rewards.model_server import RequestFailed
 from megarl.rewards.teacher_server import score_rows
 from megarl.run.checks.inputs import check_lengths
 from megarl.run.checks.models.distillation import check_servers, check_taught
@@ -46,7 +45,7 @@ from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.megatron_private import silence
 
 PART_ROWS = 64
-"""Rows of a part: at most so many are scored again after a kill."""
+"""Rows of a part; after a kill at most these are scored again."""
 SCHEMA = pa.schema(
     [
         *(("data_source", pa.string()), ("prompt", pa.string()), ("response", pa.string()), ("messages", pa.string())),
@@ -80,11 +79,21 @@ class Lesson:
         return {"rows": rows.hexdigest(), "tokenizer": tokenizer_digest(Path(self.config.model.path)), **names}
 
 
-def teach(source: Path, overrides: Sequence[str], min_score: float | None, own: str | None = None) -> tuple[Path, int]:
+def teach(
+    source: Path,
+    overrides: Sequence[str],
+    *,
+    top_k: str = "0",
+    out: str | None = None,
+    min_score: float | None = None,
+    own: str | None = None,
+) -> tuple[Path, int]:
     """Score the responses of a run or file, and write them as parquet; return the file and its number of rows.
 
     Args:
-        overrides: Settings, with ``teachers.NAME.*``; also ``top_k=K`` and ``out=FILE``.
+        overrides: Settings, with ``teachers.NAME.*``.
+        top_k: Number of the teacher's likeliest tokens to keep; 0 for none.
+        out: The parquet file to write; None for one beside the rows, or in the run's directory.
         min_score: Least score of a run's responses; None for all.
         own: Folder of the user's settings.
 
@@ -92,30 +101,27 @@ def teach(source: Path, overrides: Sequence[str], min_score: float | None, own: 
         ConfigError, DataError: the file exists, or parts of other rows or teachers; a setting or row does not fit.
         JobError: a teacher's server fails; the scored parts stay.
     """
-    given = dict(word.lstrip("+").partition("=")[::2] for word in overrides)
-    top_k, out = _count(given.pop("top_k", "0")), Path(given.pop("out", "") or _default(source))
-    if out.suffix != ".parquet" or out.exists() or not out.parent.is_dir():
-        why = "exists" if out.exists() else "must end in .parquet and be in a folder that exists"
-        raise ConfigError(f"out={out} {why}; give another file (out=FILE.parquet)")
-    config = _settings(
-        source, [word for word in overrides if word.partition("=")[0] not in ("top_k", "out")], top_k, own
-    )
-    lesson = _checked(config, source, min_score)
-    recipe, parts = lesson.recipe, out.with_name(f"{out.name}.parts")
+    file = Path(out) if out else _default(source)
+    if file.suffix != ".parquet" or file.exists() or not file.parent.is_dir():
+        why = "exists" if file.exists() else "must end in .parquet and be in a folder that exists"
+        raise ConfigError(f"out={file} {why}; give another file (out=FILE.parquet)")
+    lesson = _checked(_settings(source, overrides, _count(top_k), own), source, min_score)
+    recipe, parts = lesson.recipe, file.with_name(f"{file.name}.parts")
     files = [parts / f"{start:09d}.parquet" for start in range(0, len(lesson.tasks), PART_ROWS)]
-    if strange := next((file for file in files if file.exists() and read_recipe(file) != recipe), None):
+    if strange := next((part for part in files if part.exists() and read_recipe(part) != recipe), None):
         raise ConfigError(f"{strange} has scores of other rows, teachers or top_k; remove {parts}, or give another out")
     with progress(len(lesson.tasks), "rows") as bar, _teachers(lesson) as score:
-        for number, file in enumerate(files):
+        for number, part in enumerate(files):
             rows = range(number * PART_ROWS, min((number + 1) * PART_ROWS, len(lesson.tasks)))
-            if not file.exists():
-                write_table(file, _rows(lesson, rows, score, recipe), recipe, SCHEMA)
+            if not part.exists():
+                write_table(part, _rows(lesson, rows, score, recipe), recipe, SCHEMA)
             bar.update(len(rows))
-    with whole(out) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
-        for file in files:
-            writer.write_table(pq.ParquetFile(file).read().replace_schema_metadata(None))
+    with whole(file) as temporary, pq.ParquetWriter(temporary, SCHEMA) as writer:
+        for part in files:
+            with pq.ParquetFile(part) as opened:
+                writer.write_table(opened.read().replace_schema_metadata(None))
     shutil.rmtree(parts)
-    return out, len(lesson.tasks)
+    return file, len(lesson.tasks)
 
 
 def _count(text: str) -> int:
@@ -195,7 +201,7 @@ def _teachers(lesson: Lesson) -> Iterator[Score]:
             from megarl.train.inference.scoring import path_teachers
 
             [port] = ports.choose("127.0.0.1", 1, None)
-            here = stack.enter_context(path_teachers(config, port))
+            here = stack.enter_context(path_teachers(config, lesson.vocab_size, port))
 
         def score(name: str, pairs: Sequence[Pair]) -> list[Scored]:
             if config.teachers[name].path is not None:
@@ -208,10 +214,7 @@ def _teachers(lesson: Lesson) -> Iterator[Score]:
 
 def _at_url(lesson: Lesson, name: str, pairs: Sequence[Pair]) -> list[Scored]:
     teacher, top_k = lesson.config.teachers[name], teacher_top_k(lesson.config.algorithm)
-    try:
-        found = asyncio.run(score_rows(name, teacher, top_k, lesson.tokenizer.largest_id, pairs))
-    except RequestFailed as failure:
-        raise JobError(f"{failure}; correct the teacher's server and repeat the command, which goes on") from failure
+    found = asyncio.run(score_rows(name, teacher, top_k, lesson.tokenizer.largest_id, pairs))
     return [Scored(scores, lesson.vocab_size) for scores in found]
 
 
