@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 from aiohttp.test_utils import TestServer
 
+from megarl.cli import parse_arguments
 from megarl.core.errors import ConfigError, DataError, JobError
 from megarl.run.checks import job as checks
-from megarl.cli import parse_arguments
 from megarl.run.data.command import run
 from megarl.run.data.teach import PART_ROWS
 from megarl.tasks import ChatTokenizer, encode_demonstrations, read_rows, tokenizer_digest
