@@ -139,10 +139,10 @@ def scored(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"teacher_logp": None}, ["row 4", "teacher_ids must be the teacher's likeliest tokens; score the rows"]),
+        ({"teacher_logp": None}, ["row 4", "teacher_logp must be a value of the teacher; score the rows"]),
         ({"response": "5 "}, ["row 4", "teacher_tokens", "text, chat template or its options have changed"]),
         ({"teacher_tokenizer": "x"}, ["row 4", "the digest of model.path's tokenizer.json; take the model"]),
-        ({"teacher_ids": [[1, 2, 999]]}, ["row 4", "teacher_ids must be k ids for each of"]),
+        ({"teacher_ids": [[1, 2, 999]]}, ["row 4", "teacher_ids must be k values for each of"]),
         ({"teacher_vocab_size": 10**6}, ["row 4", "teacher_vocab_size must be at most 128"]),
         ({"teacher_topk_logp": "high"}, ["row 4", "finite log-probs, none above 0"]),
     ],
@@ -163,13 +163,15 @@ def test_rows_that_sft_cannot_learn_from(
 
 
 def test_settings_of_sft(prepared: Path, scored: Path) -> None:
-    base = ["algorithm=sft", f"taskset.train={scored}", "parallel=tp1"]
+    plain, base = f"taskset.train={prepared / 'data' / 'warm_start.parquet'}", ["algorithm=sft", "parallel=tp1"]
+    refused(DataError, config_of(prepared, *base, plain, "algorithm.divergence=jsd"), "column 'teacher' is missing")
+    base.append(f"taskset.train={scored}")
     forward = "algorithm.divergence=forward_kl"
     checks.check(config_of(prepared, *base, forward, "algorithm.cross_entropy_coef=0", "algorithm.top_k=2"))
     for more, error, words in (
         (["algorithm.top_k=2"], ConfigError, "algorithm.top_k=2 with algorithm.divergence=sampled"),
         (["algorithm.cross_entropy_coef=0"], ConfigError, "algorithm.cross_entropy_coef=0 with algorithm.divergence"),
-        ([forward, "algorithm.top_k=4"], DataError, "teacher_ids must be 4 ids for each token"),
+        ([forward, "algorithm.top_k=4"], DataError, "teacher_ids must be at least 4 ids for each token"),
     ):
         refused(error, config_of(prepared, *base, *more), words)
 
