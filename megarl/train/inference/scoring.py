@@ -69,8 +69,9 @@ def _scored(config: Config, name: str, model: Model, vocab_size: int, pairs: Seq
     sequences, top_k = of_demonstrations(pairs), teacher_top_k(config.algorithm)
     check_ids(sequences, config, name, model)
     both, found = min(vocab_size, model.head.vocab_size), torch.zeros(len(sequences.tokens), 2 * top_k)
-    more = {"columns": LikeliestTokens(top_k, both), "more": found} if top_k else {}
-    logp = model.outputs(sequences, [model.micro_batches(sequences)], **more)
+    columns = LikeliestTokens(top_k, both) if top_k else None
+    batches = [model.micro_batches(sequences)]
+    logp = model.outputs(sequences, batches, columns=columns, more=found if top_k else None)
     lengths, kept = [len(response) for _, response in pairs], sequences.mask
     return [
         Scored(TeacherScores(name, own.numpy(), top[:, :top_k].int().numpy(), top[:, top_k:].numpy()), both)
