@@ -74,9 +74,17 @@ class Lesson:
         """All that the scores depend on."""
         rows = hashlib.blake2b("".join(digest_of(ids) for pair in self.pairs for ids in pair).encode(), digest_size=8)
         files = {name: files_of(self.config, name) for name in self.config.teachers}
-        sources = {name: list(teacher.sources) for name, teacher in self.config.teachers.items()}
-        names = {"top_k": teacher_top_k(self.config.algorithm), "teachers": files, "sources": sources}
-        return {"rows": rows.hexdigest(), "tokenizer": tokenizer_digest(Path(self.config.model.path)), **names}
+        settings = {
+            name: [list(teacher.sources), teacher.dtype or self.config.model.dtype]
+            for name, teacher in self.config.teachers.items()
+        }
+        return {
+            "rows": rows.hexdigest(),
+            "tokenizer": tokenizer_digest(Path(self.config.model.path)),
+            "top_k": teacher_top_k(self.config.algorithm),
+            "teachers": files,
+            "settings": settings,
+        }
 
 
 def teach(
