@@ -141,18 +141,32 @@ class PPOConfig(ReMaxConfig):
 
 
 @dataclass(frozen=True)
-class DistillConfig(ReinforcePPConfig):
+class DivergenceConfig(AlgorithmConfig):
+    """Settings of losses that compare distributions with a teacher's."""
+
+    divergence: Literal["sampled", "forward_kl", "reverse_kl", "jsd"] = "sampled"
+    """Teachers' term: the reverse KL of the sampled token as its reward, or a divergence of the teacher's and the
+    student's distributions at each token as a loss (docs/distillation.md). With sft ``sampled`` reads no teacher."""
+    beta: Annotated[float, Bound(0, 1, above=True, below=True)] = 0.5
+    """β of ``divergence=jsd``: towards 0 the gradient is the forward KL's, towards 1 the reverse KL's."""
+    top_k: NonNegative = 0
+    """Tokens of a divergence: the teacher's k likeliest, with all others as one; 0 takes the whole vocabulary, with sft
+    all that the rows have."""
+
+
+@dataclass(frozen=True)
+class SFTConfig(DivergenceConfig):
+    cross_entropy_coef: Coefficient = 1.0
+    """Coefficient of the demonstrated tokens' negative log-likelihood beside a ``divergence``; 0 learns from the
+    teacher's distributions alone."""
+
+
+@dataclass(frozen=True)
+class DistillConfig(ReinforcePPConfig, DivergenceConfig):
     gamma: UnitInterval = 0.0
     """Discount of a token's reward; the default of distill is 0."""
     reward_coef: Coefficient = 0.0
     """Coefficient of the group-relative advantage of the task's reward (GRPO's), beside the teachers' term."""
-    divergence: Literal["sampled", "forward_kl", "reverse_kl", "jsd"] = "sampled"
-    """Teachers' term: the reverse KL of the sampled token as its reward, or a divergence of the teacher's and the
-    student's distributions at each token as a loss (docs/distillation.md)."""
-    beta: Annotated[float, Bound(0, 1, above=True, below=True)] = 0.5
-    """β of ``divergence=jsd``: towards 0 the gradient is the forward KL's, towards 1 the reverse KL's."""
-    top_k: NonNegative = 0
-    """Tokens of a divergence: the teacher's k likeliest, with all others as one; 0 takes the whole vocabulary."""
     expert_ratio: Annotated[float, Bound(0, 1, below=True)] = 0.0
     """Share of expert rows in a step's rows (``taskset.expert``); with distill a divergence is their loss."""
     teacher_tokens: Literal["all", "thinking", "answer"] = "all"
@@ -161,7 +175,7 @@ class DistillConfig(ReinforcePPConfig):
 
 
 @dataclass(frozen=True)
-class AnyAlgorithmConfig(PPOConfig, MixConfig, PreferenceConfig, OPMDConfig, DistillConfig):
+class AnyAlgorithmConfig(PPOConfig, MixConfig, PreferenceConfig, OPMDConfig, DistillConfig, SFTConfig):
     """Settings of all algorithms; an algorithm in your own Python file has all of them. Names in brackets are the only
     algorithms of megarl with that setting."""
 
@@ -176,6 +190,7 @@ SETTINGS: dict[str, type[AlgorithmConfig]] = {
     "reinforce_pp": ReinforcePPConfig,
     "remax": ReMaxConfig,
     "distill": DistillConfig,
+    "sft": SFTConfig,
 }
 """Algorithms with further settings; all others use ``AlgorithmConfig``."""
 
@@ -195,9 +210,9 @@ def reads_teacher(config: AlgorithmConfig) -> bool:
     return isinstance(config, MixConfig) and config.expert_loss == "off_policy"
 
 
-def reads_distribution(config: AlgorithmConfig) -> TypeGuard[DistillConfig]:
+def reads_distribution(config: AlgorithmConfig) -> TypeGuard[DivergenceConfig]:
     """Return True if the loss has a divergence from the teachers' distributions."""
-    return isinstance(config, DistillConfig) and config.divergence != "sampled"
+    return isinstance(config, DivergenceConfig) and config.divergence != "sampled"
 
 
 def teacher_top_k(config: AlgorithmConfig) -> int:

@@ -193,6 +193,27 @@ class TeacherServers:
         return replace(trajectory, teacher_scores=scores)
 
 
+async def score_rows(
+    name: str, config: TeacherConfig, top_k: int, largest_id: int, pairs: Sequence[tuple[np.ndarray, np.ndarray]]
+) -> list[TeacherScores]:
+    """Return a teacher's scores of responses, given as (prompt ids, response ids). Arguments as of ``TeacherServer``.
+
+    Raises:
+        JobError: the server fails, or its reply cannot be used.
+        ConfigError: as ``TeacherServer.open``.
+    """
+    server = TeacherServer(name, config, top_k, largest_id)
+    try:
+        await server.open()
+        lengths = [(len(prompt), len(prompt) + len(response)) for prompt, response in pairs]
+        asked = zip(map(np.concatenate, pairs), lengths, strict=True)
+        return list(await asyncio.gather(*(server.scores(ids, range(*places)) for ids, places in asked)))
+    except RequestFailed as failure:
+        raise JobError(f"{failure}; correct the teacher's server and repeat the command, which goes on") from failure
+    finally:
+        await server.server.close()
+
+
 async def _scored(server: TeacherServer, trajectory: Trajectory) -> TeacherScores:
     """Return the scores of all tokens of the model. Raises RequestFailed."""
     if any(turn.images for turn in trajectory.turns):

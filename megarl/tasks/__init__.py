@@ -21,6 +21,7 @@ from megarl.tasks.templates.tokenizer import (
     encode_preferences,
     encode_rows,
     text_of_tokens,
+    tokenizer_digest,
 )
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "source_of",
     "sources_of",
     "text_of_tokens",
+    "tokenizer_digest",
     "with_templates",
     "write_preferences",
     "write_rows",
@@ -68,6 +70,7 @@ FACE = (
     "processing",
     "row_files",
     "rows",
+    "teacher_scores",
     "templates.template",
     "templates.tokenizer",
     "templates.turns",

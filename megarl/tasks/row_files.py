@@ -187,10 +187,16 @@ def _check_characters(path: Path, place: str, row: Mapping[str, Any]) -> None:
 
 
 def write_table(
-    path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], recipe: Mapping[str, Any] | None
+    path: str | os.PathLike[str],
+    rows: Sequence[Mapping[str, Any]],
+    recipe: Mapping[str, Any] | None,
+    schema: pa.Schema | None = None,
 ) -> None:
-    """Write rows as parquet with nested columns; ``recipe``: the settings that they were made with, for
-    ``read_recipe``.
+    """Write rows as parquet with nested columns.
+
+    Args:
+        recipe: The settings that they were made with, for ``read_recipe``.
+        schema: Types of the columns; None takes those of the values.
 
     The file appears whole or not at all. Parquet gives all rows of a nested column the same keys: a key that only some
     rows have reads back as None in the others. Raises DataError when one key has values of different types, or when the
@@ -198,7 +204,7 @@ def write_table(
     """
     path = Path(path)
     try:
-        table = pa.Table.from_pylist(list(rows))
+        table = pa.Table.from_pylist(list(rows), schema)
     except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
         raise DataError(f"{path}: the rows do not share one schema ({error})") from error
     if recipe is not None:

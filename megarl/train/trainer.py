@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -22,6 +21,7 @@ from megarl.train.loop.rank import TrainerRank
 from megarl.train.memory.exhausted import memory_explained
 from megarl.train.parts import PARTS
 from megarl.train.step import OnlineSteps
+from megarl.weights.megatron_private import silence
 
 log = logging.getLogger(__name__)
 
@@ -45,12 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="resolved.json of the run")
     config = load_resolved(parser.parse_args(argv).config)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    # Megatron logs its settings, and warns of every fusion that needs TransformerEngine or apex; `megarl doctor` lists
-    # these fusions.
-    for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    logging.getLogger("megatron").setLevel(logging.WARNING)
-    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
+    silence()
     torch.set_num_threads(config.trainer.num_threads)
     ops.use(config.trainer.kernels)
     try:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import inspect
+import logging
 import queue
+import warnings
 from typing import Any
 
 import torch
@@ -21,6 +23,15 @@ HYBRID = "_HYBRID_DP_CP_GROUPS"
 """The only dict among the globals of parallel_state, filled in place; all others start as ``None``."""
 _SHARED = {"_global_process_group_list"}
 """Attributes that belong to no grid: the list of all groups ever made."""
+
+
+def silence() -> None:
+    """Silence what Megatron logs of its settings, and its warnings of fusions that need TransformerEngine or apex;
+    `megarl doctor` lists these fusions. Call it before Megatron is imported."""
+    for name in ("megatron.core.rerun_state_machine", "megatron.core.optimizer"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger("megatron").setLevel(logging.WARNING)
+    warnings.filterwarnings("ignore", module=r"(megatron|torch)\.")
 
 
 @functools.cache

@@ -20,8 +20,8 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward
 from megarl.run.checks.models.expert_rows import ExpertCheck
 from megarl.run.launch.experts import fill_experts
-from megarl.run.run_dir.experts import from_source, read_experts, read_run, tokenizer_digest
-from megarl.tasks import ChatTokenizer
+from megarl.run.run_dir.experts import from_source, read_experts, read_run
+from megarl.tasks import ChatTokenizer, tokenizer_digest
 from tests.stores import VERSION, expert, make_task, make_trajectory, rows
 from tests.trajectories import one_turn
 from tests.unit.small_job import SMALL, config_of
@@ -202,11 +202,12 @@ def test_a_question_of_eval_is_refused_whatever_its_source(prepared: Path) -> No
         check.rows("run:other", [held_out, ExpertExperience(asked)])
 
 
-def test_good_responses_of_another_run(prepared: Path, tmp_path: Path) -> None:
+def other_run(prepared: Path, folder: Path) -> Path:
+    """A run's directory with three groups of two responses, the first of two of them right."""
     from megarl.config import to_dict
 
-    config = config_of(prepared, f"store.url=sqlite:///{tmp_path}/other.db")
-    run_dir = tmp_path / "other"
+    config = config_of(prepared, f"store.url=sqlite:///{folder}/other.db")
+    run_dir = folder / "other"
     run_dir.mkdir()
     (run_dir / "resolved.json").write_text(json.dumps(to_dict(config)))
     tokenizer = ChatTokenizer.of(config)
@@ -223,6 +224,11 @@ def test_good_responses_of_another_run(prepared: Path, tmp_path: Path) -> None:
         ]
         assert store.groups.put(claim, members)
     store.close()
+    return run_dir
+
+
+def test_good_responses_of_another_run(prepared: Path, tmp_path: Path) -> None:
+    run_dir = other_run(prepared, tmp_path)
     found = read_run(run_dir, 1.0)
     assert [(each.task.question, each.task.response, each.score) for each in found] == [
         ("0 + 1 =", "1", 1.0),

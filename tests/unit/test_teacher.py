@@ -24,8 +24,7 @@ from megarl.learn.training.objectives import LossTokens
 from megarl.run.checks import job as checks
 from megarl.run.checks.models.expert_rows import ExpertCheck
 from megarl.run.launch.experts import fill_experts
-from megarl.run.run_dir.experts import tokenizer_digest
-from megarl.tasks import ChatTokenizer
+from megarl.tasks import ChatTokenizer, tokenizer_digest
 from megarl.train.batch.batch import StepBatch, make_batch
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from tests.stores import expert

@@ -23,7 +23,7 @@ from megarl import ops
 from megarl.config.algorithms import AlgorithmConfig, DistillConfig, reads_distribution
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import grpo, terms
-from megarl.learn.algorithms.terms import surrogate
+from megarl.learn.algorithms.terms import from_teacher, surrogate
 from megarl.learn.algorithms.terms.correction import correction
 from megarl.learn.algorithms.terms.token_parts import doubles, repeated, spread_out
 from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
@@ -82,18 +82,9 @@ def loss(batch: LossInput, config: AlgorithmConfig) -> Loss:
     result = surrogate.clipped("distill", sampled, config)
     if not reads_distribution(config):
         return result
-    if batch.divergence is None or batch.teacher_weights is None:
-        raise ConfigError(f"algorithm.divergence={config.divergence} needs the divergence from a teacher in LossInput")
-    row, kept = batch.row, batch.mask & (batch.teacher_weights > 0)[batch.row]
-    if batch.taught is not None:
-        kept = kept & batch.taught
-    weights = terms.token_weights(batch.mask, row, batch.num_rows, config, share=batch.share, dtype=torch.float64)
-    weights = weights * batch.teacher_weights[row]
-    if (corrected := correction(sampled, config)[0]) is not None:  # 1 outside ``sampled``
-        weights = weights * terms.masked(corrected.double(), batch.mask)
-    each = terms.masked(batch.divergence.double(), kept)
-    total = result.total + (weights * each).sum().to(result.total.dtype)
-    return Loss(total, result.metrics | {"teacher/divergence": (each.detach().sum(), kept.sum())})
+    factors = correction(sampled, config)[0]  # 1 outside ``sampled``
+    term, metrics = from_teacher.divergence(batch, config, factors)
+    return Loss(result.total + term.to(result.total.dtype), result.metrics | metrics)
 
 
 def count(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.core.schema import TrainingSample
+from megarl.core.schema import TeacherScores, TrainingSample
 from megarl.learn.batching.images import Images
 from megarl.learn.batching.rank_share import StepShare
 
@@ -170,22 +170,24 @@ def of_samples(samples: Sequence[TrainingSample]) -> Sequences:
     return result
 
 
-def likeliest_tokens(samples: Sequence[TrainingSample], sequences: Sequences) -> torch.Tensor | None:
-    """Return float32 [T, 2·k]: ids (exact below 2**24) of the k tokens that teachers at URLs prefer, then their
-    log-probs; 0 elsewhere. None without any.
+def likeliest_tokens(
+    responses: Sequence[tuple[int, TeacherScores | None]], sequences: Sequences
+) -> torch.Tensor | None:
+    """Return float32 [T, 2·k]: ids (exact below 2**24) of the k tokens that teachers prefer, then their log-probs; 0
+    elsewhere. None without any.
 
     Args:
-        samples: Samples of the first sequences.
+        responses: (tokens of the response, their stored scores) of the first sequences.
     """
-    k = max((0 if sample.teacher is None else sample.teacher.top_k for sample in samples), default=0)
+    k = max((0 if scores is None else scores.top_k for _, scores in responses), default=0)
     if not k:
         return None
     found = torch.zeros(len(sequences.tokens), 2 * k)
     each = [
-        np.zeros((len(s.response_ids), 2 * k), np.float32)
-        if s.teacher is None
-        else np.concatenate([s.teacher.ids.astype(np.float32), s.teacher.logps], -1)
-        for s in samples
+        np.zeros((length, 2 * k), np.float32)
+        if scores is None
+        else np.concatenate([scores.ids.astype(np.float32), scores.logps], -1)
+        for length, scores in responses
     ]
     _put(found, each, sequences.cu_seqlens[1 : len(each) + 1].tolist())
     return found

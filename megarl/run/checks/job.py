@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config import Config
 from megarl.config.algorithms import reads_teacher
+from megarl.config.lengths import context_tokens
 from megarl.config.model_roles import path_of, sections_of
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.processes.collector import uncollected
@@ -25,7 +26,7 @@ from megarl.run.checks.bench import check_bench
 from megarl.run.checks.devices import check_devices, has_budget, ledger_of
 from megarl.run.checks.filters import Selected, selected, usable
 from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
-from megarl.run.checks.models.distillation import check_servers, check_taught, check_taught_experts
+from megarl.run.checks.models.distillation import check_scored_rows, check_servers, check_taught, check_taught_experts
 from megarl.run.checks.models.expert_rows import check_teacher
 from megarl.run.checks.models.grids import check_model
 from megarl.run.checks.models.lora import check_adapters, check_tower_overlap
@@ -159,7 +160,9 @@ def _check_inputs(
     check_patches(config, trained, processor, pairs="pairs" in algorithm.needs)
     if tasks:
         check_taught(config, tasks["train"].tasks)
-        check_servers(config, tokenizer)
+        check_servers(config, tokenizer, context_tokens(config.rollout))
+    if algorithm.offline:
+        check_scored_rows(config, rows["train"], tokenizer, int(hf_config["vocab_size"]))
     if "expert" in rows and reads_teacher(config.algorithm):
         check_teacher(config, read_experts(config), tokenizer)
     check_taught_experts(config, [row for row in rows.get("expert", ()) if isinstance(row, Task)])

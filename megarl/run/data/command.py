@@ -8,13 +8,16 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-IMPORT_EXPERTS, AWAITING, REWARD = "import-experts", "awaiting", "reward"
-"""First words after ``megarl data`` that change a run's store or read its pending responses."""
+IMPORT_EXPERTS, AWAITING, REWARD, TEACH = "import-experts", "awaiting", "reward", "teach"
+"""First words after ``megarl data`` with files and overrides."""
 WANTS = {
     IMPORT_EXPERTS: "a parquet, json or jsonl file of demonstrations, or run:DIR",
     AWAITING: "a jsonl file to write",
     REWARD: "a parquet or jsonl file with the rows of `megarl data awaiting` and their score",
+    TEACH: "the directory of a run, or one parquet, json or jsonl file of demonstrations",
 }
+OF_TEACH = ("top_k=", "out=")
+"""Words of ``teach`` that are no settings."""
 SHOW, COUNT, SAMPLE, EXPORT, PRUNE, PAGE, TOKENS = "show", "count", "sample", "export", "prune", "page", "tokens"
 LOOKS = {
     SHOW: "Print a group, or one of its trajectories: prompt, turns, rewards, ends, weights versions.",
@@ -33,6 +36,8 @@ DESCRIPTION = """Show, export and prune a run's data (docs/data.md), or write an
 a parquet, json or jsonl file of demonstrations, or run:DIR, another run's responses.
 `megarl data awaiting FILE.jsonl [overrides]` writes the run's responses that await a reward, and `megarl data reward \
 FILE... [overrides]` gives them the scores in such rows.
+`megarl data teach RUN|FILE teachers.NAME.path=DIR [top_k=K] [out=FILE] [overrides]` adds a teacher's log-probs to \
+a run's responses or demonstrations, for algorithm=sft with a divergence (docs/distillation.md).
 
 Commands for a run's data (each has its own --help):
 """ + "\n".join(f"  megarl data {name + ' RUN':<11} {text}" for name, text in LOOKS.items())
@@ -48,15 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "overrides",
         nargs="*",
-        help="hydra overrides, e.g. experiment=quickstart; or import-experts, awaiting or reward, files, overrides",
+        help="hydra overrides, e.g. experiment=quickstart; or import-experts, awaiting, reward or teach with files",
     )
     parser.set_defaults(sources=[], what=None, look=None)
     parser.add_argument(
         "--min-score",
         type=float,
-        default=1.0,
         metavar="X",
-        help="with import-experts: least score of another run's responses (default %(default)s)",
+        help="with import-experts and teach: least score of a run's responses (default 1; with teach all)",
     )
 
 
@@ -64,8 +68,13 @@ def read_words(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -
     """Split the words into command, files and overrides, if the first word is one of ``WANTS``."""
     if arguments.overrides and arguments.overrides[0] in WANTS:
         arguments.what, *words = arguments.overrides
+        arguments.of_teach = {}
+        if arguments.what == TEACH:
+            own = [word for word in words if word.startswith(OF_TEACH)]
+            arguments.of_teach = dict(word.split("=", 1) for word in own)
+            words = [word for word in words if word not in own]
         arguments.sources, arguments.overrides = separated(words)
-        if not arguments.sources or (arguments.what == AWAITING and len(arguments.sources) > 1):
+        if not arguments.sources or (arguments.what in (AWAITING, TEACH) and len(arguments.sources) > 1):
             parser.error(f"{arguments.what}: give {WANTS[arguments.what]}")
 
 
@@ -139,13 +148,21 @@ def _of_experiment(arguments: argparse.Namespace) -> None:
     from megarl.config import compose
     from megarl.run.run_dir.prepare import prepare_data
 
+    if arguments.what == TEACH:
+        from pathlib import Path
+
+        from megarl.run.data.teach import teach
+
+        given = {"min_score": arguments.min_score, "own": arguments.config_dir, **arguments.of_teach}
+        log.info("%s: %d rows with scores", *teach(Path(arguments.sources[0]), arguments.overrides, **given))
+        return
     config = compose(arguments.overrides, own=arguments.config_dir)
     if arguments.what is None:
         prepare_data(config, verbose=True)
     elif arguments.what == IMPORT_EXPERTS:
         from megarl.run.launch.experts import import_experts
 
-        import_experts(config, arguments.sources, arguments.min_score)
+        import_experts(config, arguments.sources, 1.0 if arguments.min_score is None else arguments.min_score)
     else:
         from megarl.run.launch.late import give_rewards, write_awaiting_rows
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from dataclasses import replace
@@ -17,7 +16,7 @@ from megarl.core.errors import DataError
 from megarl.core.schema import End, Task, Trajectory
 from megarl.run.job_store import store_of_run
 from megarl.run.run_dir.rows import read_split
-from megarl.tasks import ChatTokenizer, encode_demonstrations
+from megarl.tasks import ChatTokenizer, encode_demonstrations, tokenizer_digest
 from megarl.tasks.row_files import RowLocation, read_table
 
 log = logging.getLogger(__name__)
@@ -126,8 +125,3 @@ def _of_trajectory(
     )
     same = np.array_equal(tokenizer.response_ids(text), ids)
     return ExpertExperience(shown, trajectory.reward.score, response.logp if same else None, digest if same else None)
-
-
-def tokenizer_digest(model: Path) -> str:
-    """Return the digest of a model's tokenizer.json: log-probs are valid only for its tokens."""
-    return hashlib.blake2b((model / "tokenizer.json").read_bytes(), digest_size=8).hexdigest()

@@ -6,6 +6,7 @@ the explorer and the launcher do not need otherwise.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -256,6 +257,11 @@ class ChatTokenizer:
             return self.render(chat, None, answered=True).rpartition(PROBE)[2]
         except DataError:
             return ""
+
+
+def tokenizer_digest(model: Path) -> str:
+    """Return the digest of a model's tokenizer.json: log-probs are valid only for its tokens."""
+    return hashlib.blake2b((model / "tokenizer.json").read_bytes(), digest_size=8).hexdigest()
 
 
 def text_of_tokens(tokenizer: ChatTokenizer, ids: Sequence[int]) -> list[str]:

@@ -136,7 +136,8 @@ class StepSamples:
     def likeliest_tokens(self, sequences: Sequences) -> torch.Tensor | None:
         """Return what ``batching.likeliest_tokens`` returns of sequences that ``sequences`` has made."""
         numbers = range(len(self.lengths)) if sequences.share is None else sequences.share.numbers.tolist()
-        return likeliest_tokens(list(self._samples({n for n in numbers if n < len(self.facts)})), sequences)
+        samples = self._samples({n for n in numbers if n < len(self.facts)})
+        return likeliest_tokens([(len(sample.response_ids), sample.teacher) for sample in samples], sequences)
 
     def _samples(self, numbers: set[int]) -> Iterator[TrainingSample]:
         """Yield samples by their indices; other trajectories are skipped."""

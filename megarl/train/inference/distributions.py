@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from megarl.config.algorithms import DistillConfig
+from megarl.config.algorithms import DivergenceConfig
 from megarl.config.model_roles import path_of, teacher_role
 from megarl.config.schema import TeacherConfig
 from megarl.learn.algorithms.terms.token_parts import repeated
@@ -106,14 +106,26 @@ def teacher_heads(models: Models, top_k: int) -> list[TeacherHead]:
     return found
 
 
-def divergence_of(batch: StepBatch, settings: DistillConfig, teachers: Mapping[str, TeacherConfig]) -> Taught:
+def divergence_of(batch: StepBatch, settings: DivergenceConfig, teachers: Mapping[str, TeacherConfig]) -> Taught:
     """Return the divergence of the actor from the batch's distributions."""
-    assert settings.divergence != "sampled" and batch.distributions is not None, "the inference phase fills them"
-    found, taught = batch.distributions, batch.taught
-    if taught is not None:
-        found = replace(found, teacher=found.teacher.masked_fill(~taught, -1))
-    columns = DivergenceFromTeachers(Divergence(settings.divergence, settings.beta), found)
-    return Taught(columns, batch.sequences.held(teacher_weights(batch.teachers, teachers)), taught)
+    assert batch.distributions is not None, "the inference phase fills them"
+    found, tokens = batch.distributions, batch.taught
+    if tokens is not None:
+        found = replace(found, teacher=found.teacher.masked_fill(~tokens, -1))
+    return taught(settings, found, batch.sequences.held(teacher_weights(batch.teachers, teachers)), tokens)
+
+
+def taught(
+    settings: DivergenceConfig,
+    distributions: TeacherDistributions,
+    weights: torch.Tensor,
+    tokens: torch.Tensor | None = None,
+) -> Taught:
+    """Return the divergence of the actor from ``distributions``, with the ``weights`` and ``tokens`` of ``Taught``."""
+    assert settings.divergence != "sampled", "the loss has a divergence"
+    return Taught(
+        DivergenceFromTeachers(Divergence(settings.divergence, settings.beta), distributions), weights, tokens
+    )
 
 
 def teacher_weights(names: Sequence[str | None], teachers: Mapping[str, TeacherConfig]) -> torch.Tensor:

@@ -26,6 +26,7 @@ from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Outcome, name_of
 from megarl.learn.algorithms import Algorithm
+from megarl.learn.batching import MicroBatching
 from megarl.learn.batching.sequences import NO_IDS, Sequences
 from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel import process_groups
@@ -240,13 +241,9 @@ class Models:
     def _teacher(self, role: str) -> Model:
         path = path_of(self.config, role)
         assert path is not None, "checked before any process starts"
-        hf_config = hf.read_hf_config(Path(path))
         parallel, grid = self._grid(role)
         settings, micro_batching = self._settings(role), micro_batching_for(parallel, self.config.trainer)
-        head = replace(self.head, vocab_size=int(hf_config["vocab_size"]))
-        model = Model(hf_config, settings, parallel, head, micro_batching, grid)
-        model.load_hf(Path(path))
-        return model
+        return load_teacher(Path(path), settings, parallel, self.head, micro_batching, grid)
 
     def _critic(self) -> TrainedModel:
         config, role = self.config, self.config.critic
@@ -349,6 +346,26 @@ class Models:
             timeout_s = process_groups.collective_timeout_s(self.config.cluster.stall_s)
             self._grids[parallel] = process_groups.Grid(parallel, seed=self.config.trainer.seed, timeout_s=timeout_s)
         return parallel, self._grids[parallel].active
+
+
+def load_teacher(
+    path: Path,
+    settings: ModelConfig,
+    parallel: ParallelConfig,
+    head: Head,
+    micro_batching: MicroBatching,
+    grid: Grid = nullcontext,
+) -> Model:
+    """Build a language model with the weights of its files. ``head``: the student's, without its vocabulary.
+
+    Raises CheckpointError if the files cannot be read.
+    """
+    hf_config = hf.read_hf_config(path)
+    model = Model(
+        hf_config, settings, parallel, replace(head, vocab_size=int(hf_config["vocab_size"])), micro_batching, grid
+    )
+    model.load_hf(path)
+    return model
 
 
 def _load_scores(model: Model, files: ScoreFiles) -> None:

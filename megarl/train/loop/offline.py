@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from megarl.buffer.order.draws import data_seed, numbers_of_step
+from megarl.config.algorithms import reads_distribution
 from megarl.core.metrics import OFFLINE_CONSOLE, PrintedSteps, mean_of_sums
-from megarl.learn.batching import Sequences, of_demonstrations, score_positions
+from megarl.core.schema import Task
+from megarl.learn.algorithms.terms.token_parts import repeated
+from megarl.learn.batching import Sequences, likeliest_tokens, of_demonstrations, score_positions
 from megarl.learn.memory.phases import Phase
+from megarl.learn.models.teaching import TeacherDistributions, TeacherHead
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens, Objective
-from megarl.tasks import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file
+from megarl.tasks import ChatTokenizer, encode_preferences, read_preferences, read_rows, single_file, tokenizer_digest
+from megarl.tasks.teacher_scores import Pair, Scored, read_scores
 from megarl.train.batch.batch import StepBatch, updates_of
 from megarl.train.batch.images import ImageInputs, demonstrations_of
+from megarl.train.inference.distributions import taught
 from megarl.train.inference.models import trains_scores
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.rank.state import TrainState
@@ -36,6 +43,8 @@ class Rows:
     margins: tuple[float, ...]
     images: tuple[tuple[bytes, ...], ...] = ()
     """Image files of each row; () for a text model."""
+    scores: tuple[Scored, ...] = ()
+    """A teacher's scores of each row; () unless the loss reads them."""
 
     def __len__(self) -> int:
         return len(self.units)
@@ -48,6 +57,8 @@ class Batch:
     """Indices of the sequences of each row."""
     margins: torch.Tensor
     """float32, one for each row."""
+    distributions: TeacherDistributions | None = None
+    """Teachers' distributions at each position; None unless the loss reads them."""
 
 
 class OfflineSteps:
@@ -80,6 +91,17 @@ class OfflineSteps:
         rank, taskset = self.rank, self.rank.config.taskset
         with rank.timeline.phase("load"), starting(rank.config):
             tokenizer, pairs = ChatTokenizer.of(rank.config), "pairs" in rank.algorithm.needs
+            settings = rank.config.algorithm
+            scored = (
+                partial(
+                    read_scores,
+                    top_k=settings.top_k,
+                    vocab_size=rank.models.head.vocab_size,
+                    tokenizer=tokenizer_digest(Path(rank.config.model.path)),
+                )
+                if reads_distribution(settings)
+                else None
+            )
             self.rows, held_out = (
                 read(
                     single_file(taskset, split),
@@ -89,6 +111,7 @@ class OfflineSteps:
                     columns=taskset.columns,
                     split=split,
                     skipped=rank.context.bad_rows.get(split, ()),
+                    scored=scored if split == "train" else None,
                 )
                 for split in ("train", "eval")
             )
@@ -123,11 +146,17 @@ class OfflineSteps:
         return batch
 
     def objective_of(self, batch: Batch) -> Objective:
-        """Return the objective of a batch."""
-        algorithm, settings = self.rank.algorithm, self.rank.config.algorithm
+        """Return the objective of a batch. Held-out rows have no distributions: theirs is without a divergence."""
+        algorithm, settings, divergence = self.rank.algorithm, self.rank.config.algorithm, None
+        if reads_distribution(settings):
+            if batch.distributions is None:
+                settings = replace(settings, divergence="sampled")
+            else:
+                weights = torch.ones(len(batch.sequences), dtype=torch.float64)
+                divergence = taught(settings, batch.distributions, weights)
         if self.rank.models.actor.model.head is None:
             return objectives.preference_scores(algorithm, settings, batch.margins)
-        return objectives.policy(algorithm, settings, batch.sequences)
+        return objectives.policy(algorithm, settings, batch.sequences, taught=divergence)
 
     def evaluate(self, state: TrainState, name: str) -> None:
         """Record the algorithm's loss and other metrics over all held-out rows under ``val/``."""
@@ -157,6 +186,7 @@ def read(
     columns: Mapping[str, str] = {},
     split: str | None = None,
     skipped: Collection[str] = (),
+    scored: ReadScores | None = None,
 ) -> Rows:
     """Read preferences (``pairs``) or demonstrations.
 
@@ -164,14 +194,19 @@ def read(
         columns: ``taskset.columns``.
         split: Prefix of the row ids.
         skipped: Ids of bad rows, which are left out.
+        scored: Reads the teacher's scores of demonstrations, given the file, its rows and their tokens.
 
     Raises:
         DataError: a row is bad.
     """
     if not pairs:
         tasks = read_rows(Path(path), require_response=True, columns=columns, split=split, skipped=skipped)
-        units = tuple((pair,) for pair in demonstrations_of(tasks, tokenizer, images))
-        return Rows(units, (0.0,) * len(tasks), () if images is None else tuple(task.images for task in tasks))
+        pairs_of_ids = demonstrations_of(tasks, tokenizer, images)
+        units, scores = (
+            tuple((pair,) for pair in pairs_of_ids),
+            scored(Path(path), tasks, pairs_of_ids) if scored else (),
+        )
+        return Rows(units, (0.0,) * len(tasks), () if images is None else tuple(task.images for task in tasks), scores)
     preferences = read_preferences(Path(path), columns=columns, split=split, skipped=skipped)
     files = () if images is None else tuple(preference.images for preference in preferences)
     ids = encode_preferences(preferences, tokenizer)
@@ -186,7 +221,19 @@ def batch_of(rows: Rows, numbers: Sequence[int]) -> Batch:
     sequences = of_demonstrations([pair for unit in chosen for pair in unit])
     ends = itertools.accumulate(len(unit) for unit in chosen)
     units = [list(range(end - len(unit), end)) for unit, end in zip(chosen, ends, strict=True)]
-    return Batch(sequences, units, torch.tensor([rows.margins[i] for i in numbers]))
+    distributions = distributions_of([rows.scores[i] for i in numbers], sequences) if rows.scores else None
+    return Batch(sequences, units, torch.tensor([rows.margins[i] for i in numbers]), distributions)
+
+
+def distributions_of(scored: Sequence[Scored], sequences: Sequences) -> TeacherDistributions:
+    """Return the distributions that teachers have given to the responses of ``sequences``."""
+    sizes = sorted({each.vocab_size for each in scored})
+    numbers = torch.tensor([sizes.index(each.vocab_size) for each in scored], dtype=torch.int16)
+    found = likeliest_tokens([(len(each.scores.logp), each.scores) for each in scored], sequences)
+    assert found is not None, "the rows were checked"
+    ids, logp = found.chunk(2, -1)
+    teacher = repeated(numbers, sequences.lengths)
+    return TeacherDistributions([TeacherHead(size) for size in sizes], teacher, ids.int(), logp.contiguous())
 
 
 def score_once(sequences: Sequences, pad: int | None) -> None:
@@ -208,4 +255,5 @@ def measured(objective: Objective, sequences: Sequences, answers: torch.Tensor) 
     return metrics
 
 
+ReadScores = Callable[[Path, Sequence[Task], Sequence[Pair]], tuple[Scored, ...]]
 ACCURACY = "rewards/accuracies"

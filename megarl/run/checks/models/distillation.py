@@ -5,17 +5,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 
 from megarl.config import Config
-from megarl.config.algorithms import AlgorithmConfig, DistillConfig, expert_ratio, reads_distribution, teacher_top_k
-from megarl.config.lengths import context_tokens
+from megarl.config.algorithms import (
+    AlgorithmConfig,
+    DistillConfig,
+    DivergenceConfig,
+    SFTConfig,
+    expert_ratio,
+    reads_distribution,
+    teacher_top_k,
+)
 from megarl.config.model_roles import path_of, teacher_of
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.learn.algorithms import Algorithm
-from megarl.run.run_dir.rows import place
-from megarl.tasks import ChatTokenizer
+from megarl.run.run_dir.rows import Rows, place
+from megarl.tasks import ChatTokenizer, encode_demonstrations, single_file, tokenizer_digest
+from megarl.tasks.teacher_scores import read_scores
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +33,7 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError unless the algorithm needs the teachers, each data source has at most one, and the settings of
     the divergence have an effect."""
     teachers, needed = config.teachers, "teacher_logp" in algorithm.needs
-    _check_divergence(config.algorithm, needed)
+    _check_divergence(config.algorithm, algorithm)
     if teachers and not needed:
         raise ConfigError(
             f"teachers.{next(iter(teachers))} with algorithm.name={config.algorithm.name}, which learns from no "
@@ -41,8 +50,8 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
             if algorithm.has_experts(config.algorithm):
                 raise ConfigError(
                     f"teachers.{name}.url with algorithm.expert_ratio={expert_ratio(config.algorithm):g}: a server is "
-                    "asked about sampled responses alone, not about expert rows; set expert_ratio=0, or give the teacher as "
-                    "teachers.NAME.path"
+                    "asked about sampled responses alone, not about expert rows; set expert_ratio=0, or give the teacher "
+                    "as teachers.NAME.path"
                 )
         if teacher.decay_steps is not None and not _learns_from_rewards(config.algorithm):
             _check_decay(name, teacher.decay_steps, config.trainer.steps)
@@ -99,26 +108,30 @@ def _check_decay(name: str, decay_steps: int, steps: int) -> None:
         )
 
 
-def check_servers(config: Config, tokenizer: ChatTokenizer) -> None:
-    """Ask the servers of teachers at URLs for their model, length and tokens. Raises ConfigError."""
+def check_servers(config: Config, tokenizer: ChatTokenizer, context: int) -> None:
+    """Ask the servers of teachers at URLs for their model, length and tokens. Raises ConfigError.
+
+    Args:
+        context: Most tokens of prompt and response together.
+    """
     if any(teacher.url is not None for teacher in config.teachers.values()):
         from megarl.rewards.teacher_server import check_teacher_servers
 
         ids = [number for number in range(tokenizer.largest_id + 1) if tokenizer.token(number) is not None]
         text_of = partial(tokenizer.decode, special=True)
-        context, top_k = context_tokens(config.rollout), teacher_top_k(config.algorithm)
+        top_k = teacher_top_k(config.algorithm)
         for warning in check_teacher_servers(config.teachers, ids, text_of, context, top_k):
             log.warning("%s", warning)
 
 
-def _check_divergence(settings: AlgorithmConfig, needed: bool) -> None:
-    if not isinstance(settings, DistillConfig):
+def _check_divergence(settings: AlgorithmConfig, algorithm: Algorithm) -> None:
+    if not isinstance(settings, DivergenceConfig):
         return
     given = f"algorithm.divergence={settings.divergence}"
-    if settings.teacher_tokens != "all":
-        _check_teacher_tokens(settings, needed)
+    if isinstance(settings, DistillConfig) and settings.teacher_tokens != "all":
+        _check_teacher_tokens(settings, "teacher_logp" in algorithm.needs)
     if not reads_distribution(settings):
-        if settings.name == "distill" and settings.expert_ratio:
+        if isinstance(settings, DistillConfig) and settings.name == "distill" and settings.expert_ratio:
             raise ConfigError(
                 f"algorithm.expert_ratio={settings.expert_ratio:g} with {given}, whose term is for tokens that the "
                 "student sampled; set algorithm.divergence to forward_kl, reverse_kl or jsd, or expert_ratio to 0"
@@ -128,12 +141,18 @@ def _check_divergence(settings: AlgorithmConfig, needed: bool) -> None:
                 f"algorithm.top_k={settings.top_k} with {given}, which reads the sampled token alone; set "
                 "algorithm.divergence to forward_kl, reverse_kl or jsd, or top_k to 0"
             )
+        if isinstance(settings, SFTConfig) and settings.cross_entropy_coef != 1.0:
+            raise ConfigError(
+                f"algorithm.cross_entropy_coef={settings.cross_entropy_coef:g} with {given} weighs the loss alone; set "
+                "algorithm.divergence to forward_kl, reverse_kl or jsd, or leave it out"
+            )
         return
-    if not needed:
+    from_rows = algorithm.offline and "pairs" not in algorithm.needs
+    if "teacher_logp" not in algorithm.needs and not from_rows:
         raise ConfigError(
             f"{given} with algorithm.name={settings.name}, which learns from no teacher; add teacher_logp to its needs"
         )
-    if settings.name == "distill" and settings.gamma:
+    if isinstance(settings, DistillConfig) and settings.name == "distill" and settings.gamma:
         raise ConfigError(
             f"algorithm.gamma={settings.gamma:g} with {given}: a divergence is a loss of its own token, without "
             "later rewards; set algorithm.gamma=0"
@@ -157,6 +176,15 @@ def _check_teacher_tokens(settings: DistillConfig, needed: bool) -> None:
             f"{given} with algorithm.segments={settings.segments}, which takes parts of a thought out of the loss; set "
             "one of them to all"
         )
+
+
+def check_scored_rows(config: Config, rows: Rows, tokenizer: ChatTokenizer, vocab_size: int) -> None:
+    """Check the teacher's scores of an offline job's rows, if its loss reads them. Raises DataError naming the row."""
+    settings, tasks = config.algorithm, [row for row in rows if isinstance(row, Task)]
+    if reads_distribution(settings):
+        path, pairs = Path(single_file(config.taskset, "train")), encode_demonstrations(tasks, tokenizer)
+        digest = tokenizer_digest(Path(config.model.path))
+        read_scores(path, tasks, pairs, top_k=settings.top_k, vocab_size=vocab_size, tokenizer=digest)
 
 
 def check_top_k(config: Config, role: str, teacher_size: int, actor_size: int) -> None:

@@ -13,9 +13,9 @@ from megarl.run.checks.inputs import check_held_out, check_lengths
 from megarl.run.checks.models.distillation import check_taught_experts
 from megarl.run.checks.models.vision import check_image_files_of, check_images, check_patches
 from megarl.run.checks.models.vocabulary import check_vocabulary
-from megarl.run.run_dir.experts import from_source, tokenizer_digest
+from megarl.run.run_dir.experts import from_source
 from megarl.run.run_dir.rows import place, processor_of, read_split
-from megarl.tasks import ChatTokenizer, encode_demonstrations
+from megarl.tasks import ChatTokenizer, encode_demonstrations, tokenizer_digest
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 
