@@ -38,6 +38,7 @@ ORDER = (
     "RewardModelScores",
     "Teachers",
     "Demonstrations",
+    "TaughtTokens",  # of expert rows too
     "KeptBatches",
     "AveragedActor",
     "DrainAhead",
