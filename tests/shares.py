@@ -14,7 +14,7 @@ from megarl.config.algorithms import AlgorithmConfig, KLConfig, settings_of
 from megarl.config.job import SyncConfig
 from megarl.config.schema import Config, TeacherConfig
 from megarl.core.errors import WeightsDiffer
-from megarl.core.schema import Outcome, Reward
+from megarl.core.schema import FinishReason, Outcome, Reward
 from megarl.learn import algorithms
 from megarl.learn.algorithms.terms.reduction import Together, alone
 from megarl.learn.batching import Sequences, StepShare
@@ -62,7 +62,8 @@ def whole(name: str) -> StepBatch:
         sequences.teacher_logp = old + 0.1 * values
         rows = [replace(row, teacher="one" if i % 3 else None) for i, row in enumerate(rows)]
     turns = noise if algorithms.get(name).advantage is not None else None
-    return StepBatch(rows, rows, sequences, [], ["length", *["stop"] * (len(rows) - 1)], turns)
+    reasons: list[FinishReason] = ["length", *["stop"] * (len(rows) - 1)]
+    return StepBatch(rows, rows, sequences, [], reasons, turns, teachers=[row.teacher for row in rows])
 
 
 def greedy(score: float) -> Outcome:

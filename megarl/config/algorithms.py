@@ -109,7 +109,7 @@ class MixConfig(AlgorithmConfig):
     mu: UnitInterval = 0.1
     """Weight of the loss on expert rows; the usual rows have 1 - mu."""
     expert_ratio: Annotated[float, Bound(0, 1, below=True)] = 0.2
-    """Share of expert rows in a step's rows (``taskset.expert``)."""
+    """Share of expert rows in a step's rows (``taskset.expert``); the default of distill is 0."""
     expert_loss: Literal["sft", "off_policy"] = "sft"
     """Loss of expert rows: their negative log-likelihood; or minus their ratio to the teacher's log-probs, which the
     rows must have (``teacher_logp``), as responses of another policy (LUFFY)."""

@@ -61,6 +61,8 @@ def test_two_teachers_by_data_source(tmp_path: Path, divergence: str) -> None:
         f"teachers.same={{path: {made}/model, sources: [sums/]}}",
         f"teachers.other={{path: {other}, parallel: {{tp: 2}}, offload: memory}}",
     ]
+    if divergence != "sampled":
+        settings += ["algorithm.expert_ratio=0.25", "algorithm.teacher_tokens=answer", "teachers.other.decay_steps=2"]
     job = Job(tmp_path / "run", settings).start()
     try:
         assert job.wait(300) == 0, job.output.read_text()
@@ -74,3 +76,5 @@ def test_two_teachers_by_data_source(tmp_path: Path, divergence: str) -> None:
     assert between[0] < first["teacher/kl"] < between[1]
     assert first["actor/grad_norm"] > 0 and second["teacher/kl/same"] != 0.0
     assert ("teacher/divergence" in first) == (divergence != "sampled")
+    if divergence != "sampled":
+        assert (first["teacher/weight/other"], second["teacher/weight/other"]) == (1.0, 0.5)

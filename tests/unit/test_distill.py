@@ -14,7 +14,7 @@ import torch
 
 from megarl.buffer.experience.groups import group_stats
 from megarl.config.algorithms import DistillConfig, KLConfig
-from megarl.config.model_roles import teacher_of
+from megarl.config.model_roles import teacher_of, teachers_at
 from megarl.config.schema import Config, TeacherConfig
 from megarl.core.errors import ConfigError, NonRetryableError
 from megarl.learn import algorithms
@@ -22,7 +22,9 @@ from megarl.learn.algorithms import LossInput, StepInput
 from megarl.learn.algorithms.terms.token_parts import counts
 from megarl.learn.batching import Sequences
 from megarl.train.inference.inference import check_ids
+from megarl.train.rank.state import TrainState
 from tests.native import backends
+from tests.unit.test_learner import batch, learner_of
 
 DISTILL = algorithms.get("distill")
 LENGTHS = (6, 3, 9, 4, 5)
@@ -138,6 +140,56 @@ def test_a_divergence_as_a_loss(correction: str, aggregation: str) -> None:
     )
     with pytest.raises(ConfigError, match="algorithm.divergence=jsd needs the divergence from a teacher"):
         DISTILL.loss(dataclasses.replace(batch, divergence=None), config)
+
+
+@pytest.mark.parametrize("config", CASES, ids=lambda c: f"{c.gamma}-{c.reward_coef}")
+def test_tokens_outside_a_part_have_the_rewards_term_alone(config: DistillConfig) -> None:
+    step = make_step(10)
+    taught = torch.rand(len(step.mask), generator=torch.Generator().manual_seed(1)) < 0.5
+    got = DISTILL.step_advantages(dataclasses.replace(step, taught=taught), config).advantages
+    nothing = torch.where(taught, step.teacher_logp, step.old_logp)
+    inside = by_hand(dataclasses.replace(step, teacher_logp=nothing), config)
+    outside = by_hand(dataclasses.replace(step, teacher_logp=step.old_logp), config)
+    wanted = [a if kept else b for a, b, kept in zip(inside, outside, taught.tolist(), strict=True)]
+    assert got.tolist() == pytest.approx(wanted, rel=1e-9, abs=1e-9)
+
+
+def test_expert_rows_and_tokens_outside_a_part_in_a_divergence() -> None:
+    """Expert rows have the divergence alone, without ``correction``; the denominator counts all rows."""
+    step, expert = make_step(11), torch.tensor([False, False, False, True, True])
+    g = torch.Generator().manual_seed(12)
+    config = DistillConfig(name="distill", divergence="jsd", expert_ratio=0.5, correction="truncate", kl=KLConfig(0.1))
+    taught = torch.rand(len(step.mask), generator=g) < 0.6
+    each = torch.rand(len(step.mask), generator=g, dtype=torch.float64).requires_grad_()
+    engine, logp = step.old_logp - 0.3, step.old_logp.clone().requires_grad_()
+    batch = LossInput(
+        logp, None, step.old_logp, step.old_logp - 1.0, torch.ones_like(engine), step.mask, step.row, step.num_rows,
+        engine_logp=engine, divergence=each, expert=expert, taught=taught,
+        teacher_weights=torch.tensor(WEIGHTS, dtype=torch.float64),
+    )  # fmt: skip
+    of_experts = expert[step.row]
+    found = DISTILL.loss(batch, config)
+    by_token, by_divergence = torch.autograd.grad(found.total, (logp, each))
+    v = torch.where(of_experts, 1.0, math.exp(0.3))
+    wanted = torch.tensor(WEIGHTS, dtype=torch.float64)[step.row] * v * (step.mask & taught)
+    assert by_divergence.tolist() == pytest.approx(wanted.tolist(), rel=1e-6)
+    assert not by_token[of_experts].any() and by_token[step.mask & ~of_experts].all()
+    count = DISTILL.denominators(step.mask, step.row, step.num_rows, config, expert)
+    assert count.tolist() == [int(step.mask.sum())]
+
+
+def test_a_weight_that_falls_to_zero() -> None:
+    teachers = {"a": TeacherConfig("/a", weight=2.0, decay_steps=8), "b": TeacherConfig("/b", weight=0.5)}
+    for step, weight in ((0, 2.0), (2, 1.5), (7, 0.25), (8, 0.0), (20, 0.0)):
+        found = teachers_at(teachers, step)
+        assert (found["a"].weight, found["b"].weight) == (weight, 0.5)
+    learner = learner_of(Config(algorithm=DistillConfig(name="distill"), teachers=teachers))
+    given = batch()
+    given.teachers, given.sequences.teacher_logp = ["a", "b"], torch.full((9,), -3.0)
+    learner.estimate(TrainState("rl", step=6), given)
+    assert given.sequences.advantages[given.sequences.mask].tolist() == [-1.0, -1.0, -1.0, -1.0, -1.0]
+    learner.estimate(TrainState("rl", step=8), given)
+    assert given.sequences.advantages[given.sequences.mask].tolist() == [0.0, 0.0, -1.0, -1.0, -1.0]
 
 
 def test_what_is_masked_out_and_what_no_teacher_scores_do_not_matter() -> None:

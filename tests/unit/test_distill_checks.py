@@ -117,6 +117,40 @@ def test_divergences(prepared: Path, teacher: Path) -> None:
             given("algorithm.divergence=jsd", f"algorithm.beta={beta}")
 
 
+def test_a_weight_that_falls(prepared: Path, teacher: Path) -> None:
+    def given(*more: str) -> Config:
+        return config_of(prepared, *taught_by(teacher, more=("trainer.steps=10", *more)))
+
+    refused(
+        ConfigError, given("teachers.t0.decay_steps=9"), "teachers.t0.decay_steps=9", "trainer.steps=10", "reward_coef"
+    )
+    for more in (("teachers.t0.decay_steps=10",), ("teachers.t0.decay_steps=9", "algorithm.reward_coef=1")):
+        checks.check(given(*more))
+
+
+def test_expert_rows_and_parts_of_responses(prepared: Path, teacher: Path, tmp_path: Path) -> None:
+    def given(*more: str) -> Config:
+        rows = [{"prompt": "1 + 1 =", "response": "2", "data_source": source} for source in ("gsm8k", "web")]
+        (tmp_path / "expert.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        expert = ("algorithm.expert_ratio=0.25", f"taskset.expert={tmp_path}/expert.jsonl", "algorithm.reward_coef=1")
+        return config_of(prepared, *taught_by(teacher, more=(*expert, *more)))
+
+    refused(ConfigError, given(), "algorithm.expert_ratio=0.25 with algorithm.divergence=sampled", "expert_ratio to 0")
+    checks.check(given("algorithm.divergence=jsd", "algorithm.teacher_tokens=answer"))
+    refused(
+        DataError,
+        given("algorithm.divergence=jsd", "teachers.t0.sources=[gsm8k]"),
+        "expert.jsonl: line 2 (taskset.expert) has data_source 'web'",
+        "teachers.t0.sources",
+    )
+    url = ("teachers.t0.path=null", "teachers.t0.url=http://localhost:1/v1", "algorithm.top_k=2")
+    asked = config_of(prepared, "algorithm=distill", "algorithm.divergence=jsd", "algorithm.expert_ratio=0.25", *url)
+    refused(ConfigError, asked, "teachers.t0.url with algorithm.expert_ratio=0.25", "teachers.NAME.path")
+    late = ("sync.max_staleness=1", "algorithm.segments=current", "algorithm.teacher_tokens=thinking")
+    both = given("algorithm.divergence=jsd", *late)
+    refused(ConfigError, both, "algorithm.teacher_tokens=thinking with algorithm.segments=current", "to all")
+
+
 def test_two_teachers_of_one_source(prepared: Path, teacher: Path) -> None:
     refused(
         ConfigError,

@@ -16,7 +16,7 @@ from typing import Any, cast
 import pytest
 
 from megarl.config import Config
-from megarl.config.algorithms import MixConfig
+from megarl.config.algorithms import DistillConfig, MixConfig
 from megarl.config.schema import TeacherConfig
 from megarl.learn import algorithms
 from megarl.train import parts
@@ -38,7 +38,7 @@ ORDER = (
     "RewardModelScores",
     "Teachers",
     "Demonstrations",
-    "TaughtTokens",  # of expert rows too
+    "TaughtTokens",
     "KeptBatches",
     "AveragedActor",
     "DrainAhead",
@@ -78,6 +78,8 @@ def test_a_job_without_further_settings_has_its_log_and_its_prediction_alone() -
         ({"reward_model.path": "model"}, "RewardModelScores"),
         ({"teachers": {"math": TeacherConfig("model")}}, "Teachers"),
         ({"algorithm": MixConfig(name="mix")}, "Demonstrations"),
+        ({"algorithm": DistillConfig(name="distill", expert_ratio=0.1)}, "Demonstrations"),
+        ({"algorithm": DistillConfig(name="distill", teacher_tokens="answer")}, "TaughtTokens"),
         ({"trainer.keep_batches": True}, "KeptBatches"),
         ({"evaluation.average": 0.9}, "AveragedActor"),
         ({"sync.max_staleness": 1}, "DrainAhead"),

@@ -16,6 +16,7 @@ from megarl.buffer.order.draws import ExpertRows, data_seed, num_expert_rows
 from megarl.buffer.store import ExpertExperience, Store
 from megarl.config import Config
 from megarl.config.algorithms import KLConfig, MixConfig
+from megarl.config.schema import TeacherConfig
 from megarl.core.errors import DataError
 from megarl.learn import algorithms
 from megarl.learn.batching import MicroBatching, micro_batches
@@ -57,6 +58,8 @@ def test_log_probs_go_from_the_store_to_the_gradient(
     reader = RolloutReader(NodeReader(), store, lambda: False)
     rows = reader.demonstrations(tokenizer, teacher=expert_loss == "off_policy")
     assert all((row.teacher_logp is None) is (expert_loss == "sft") for row in rows)
+    assert {row.teacher for row in rows} == {None}
+    assert {row.teacher for row in reader.demonstrations(tokenizer, teachers={"t": TeacherConfig("/t")})} == {"t"}
     drawn = ExpertRows(rows).of_step(0, num_expert_rows(3, settings.expert_ratio), data_seed(Config().trainer.seed, 0))
     sampled = [three_lines(0, 3), three_lines(1, 2, 4)]
     batch = make_batch(sampled, drawn, algorithms.get("mix"), settings, 1)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.config.model_roles import teacher_of
+from megarl.config.model_roles import teacher_of, teachers_at
 from megarl.core.schema import TEACHER, Trajectory
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_parts import repeated
@@ -51,6 +51,9 @@ class Teachers(Part):
             )
             if found.number:
                 metrics[place] = found.mean
+        for name, teacher in teachers_at(self._teachers, state.step).items():
+            if teacher.decay_steps is not None:
+                metrics[f"teacher/weight/{name}"] = teacher.weight
         self._measured = metrics
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:

@@ -50,8 +50,8 @@ def check_teacher_settings(config: Config, algorithm: Algorithm) -> None:
             if algorithm.has_experts(config.algorithm):
                 raise ConfigError(
                     f"teachers.{name}.url with algorithm.expert_ratio={expert_ratio(config.algorithm):g}: a server is "
-                    "asked about sampled responses alone, not about expert rows; set expert_ratio=0, or give the "
-                    "teacher as teachers.NAME.path"
+                    "asked about sampled responses, not about expert rows; set expert_ratio=0, or give the teacher as "
+                    "teachers.NAME.path"
                 )
         if teacher.decay_steps is not None and not _learns_from_rewards(config.algorithm):
             _check_decay(name, teacher.decay_steps, config.trainer.steps)
