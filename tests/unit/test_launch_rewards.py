@@ -25,7 +25,7 @@ from tests.unit.test_launch_data import rewritten
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["reward.routes.my_set=mathh"], ["reward.routes.my_set=mathh", "no family", "math"]),
+        (["reward.routes.my_set=mathh"], ["reward.routes.my_set=mathh", "not a family", "math"]),
         *(
             (
                 [given, f"reward.path={__file__}"],
