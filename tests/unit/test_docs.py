@@ -62,6 +62,20 @@ def test_links_lead_to_files(page: Path) -> None:
     assert [str(link) for link in links(page) if not link.exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    heads = (re.sub(r"[`*]|\]\([^)]*\)", "", head) for head in re.findall(r"^#+ (.*)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@every_page
+def test_links_lead_to_headings(page: Path) -> None:
+    found = re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", page.read_text())
+    inside = [((page.parent / link).resolve() if link else page, anchor) for link, anchor in found if "://" not in link]
+    assert [f"{to.name}#{anchor}" for to, anchor in inside if to.suffix == ".md" and anchor not in anchors(to)] == []
+
+
 def test_accuracies_of_the_readme_are_in_the_tables_that_it_links() -> None:
     rows = re.findall(r"^\|.*\| (.*→.*) \| \[.*\]\((.*)\) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert len(rows) > 3
