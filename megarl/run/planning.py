@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config import Config, compose
+from megarl.config import Config, compose, hub
 from megarl.config.load import load_resolved
 from megarl.core.errors import ConfigError
 from megarl.planner.accelerators import DEVICES
@@ -38,7 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     config, lengths = _settings(arguments)
     if config.model.path is None:
         raise ConfigError("megarl plan needs model.path, a directory with the config.json of an HF checkpoint")
-    hf_config = read_hf_config(Path(config.model.path))
+    path = Path(config.model.path)
+    if not path.exists() and (advice := hub.advice("model.path", config.model.path)):
+        raise ConfigError(f"model.path={path} has no config.json; {advice}")
+    hf_config = read_hf_config(path)
     sys.stdout.write(report(config, hf_config, arguments, lengths))
     return 0
 
@@ -53,7 +56,8 @@ def report(
     if not found:
         raise ConfigError(
             f"no grid of {gpus} {arguments.gpu} GPUs holds {work.model.parameters / 1e9:.1f} B parameters with "
-            f"trainer.max_tokens_per_micro_batch={work.micro_batch}; give more --nodes, or lower it"
+            f"trainer.max_tokens_per_micro_batch={work.micro_batch}; give more --nodes or "
+            "--gpus-per-node, a --gpu with more memory, or lower it"
         )
     own = predict(work, JobPlan.of(config), device)
     best = found[0]
@@ -86,8 +90,14 @@ def report(
         words.insert(0, OWN)
     if arguments.nodes > 1 and config.store.url.startswith("sqlite"):
         words.append("store=postgres")
-    words += [word for word in best.plan.overrides(bool(work.model.experts)) if not _is_set(config, word)]
-    lines += ["", _wrapped("megarl train", words), ""]
+    chosen = [word for word in best.plan.overrides(bool(work.model.experts)) if not _is_set(config, word)]
+    replaced = {word.partition("=")[0] for word in chosen}
+    words = [word for word in words if word.partition("=")[0].lstrip("+") not in replaced] + chosen
+    if arguments.config_dir is not None:
+        words = ["--config-dir", str(arguments.config_dir), *words]
+    if arguments.run_dir is not None:
+        lines += ["", f"To the command that made {arguments.run_dir} add:"]
+    lines += ["", _wrapped("megarl train" if arguments.run_dir is None else "   ", words), ""]
     return "\n".join(lines)
 
 

@@ -210,7 +210,19 @@ def test_a_model_alone_and_a_runs_record_are_enough(model: Path, tmp_path: Path,
     steps = [{"step": n, "response_length/mean": 200.0, "response_length/max": 800.0} for n in range(3)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     assert main(["plan", "--from", str(tmp_path), "--nodes", "1"]) == 0
-    assert "mean 200 of at most 800 tokens\n" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "mean 200 of at most 800 tokens\n" in text
+    assert f"To the command that made {tmp_path} add:" in text and "megarl train" not in text
+
+
+def test_the_printed_command_names_each_setting_once_and_its_folder(model: Path, tmp_path: Path, capsys: Any) -> None:
+    folder = tmp_path / "mine"
+    assert main(["init", str(folder), "--model", str(model), "--gpus-per-node", "8", "--nodes", "2"]) == 0
+    capsys.readouterr()
+    assert main(["plan", "--config-dir", str(folder), "experiment=mine", "parallel.dp=16", "--nodes", "2"]) == 0
+    command = shlex.split(capsys.readouterr().out.split("megarl train ")[1].replace("\\\n", " "))
+    assert command[:2] == ["--config-dir", str(folder)] and "parallel.dp=16" not in command
+    assert compose(command[2:], own=folder).run.name == "mine"
 
 
 @pytest.mark.parametrize(
@@ -220,9 +232,11 @@ def test_a_model_alone_and_a_runs_record_are_enough(model: Path, tmp_path: Path,
         (["--lengths", "900,100,50"], "--lengths=900,100,50"),
         (["--lengths", "a"], "P50,P99,MAX"),
         (["--from", "nowhere"], "no resolved.json"),
+        (["model.path=Qwen/Qwen2.5-7B"], "hf download Qwen/Qwen2.5-7B"),
         (["--gpu", "l40s", "--gpus-per-node", "1"], "no grid of 1 l40s GPUs"),
     ],
 )
 def test_wrong_input_is_named(words: list[str], text: str, model: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert main(["plan", f"model.path={model}", *words]) == 2
+    given = any(word.startswith("model.path=") for word in words)
+    assert main(["plan", *([] if given else [f"model.path={model}"]), *words]) == 2
     assert text in caplog.text

@@ -28,10 +28,12 @@ def test_a_folder_has_all_that_a_job_needs(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_folder_for_gpus_takes_all_of_them(tmp_path: Path, kind: str) -> None:
+def test_a_folder_for_gpus_takes_all_of_them(tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder, model = tmp_path / "mine", tmp_path / "model"
     words = ["--kind", kind, "--model", str(model), "--gpus-per-node", "8", "--nodes", "2"]
     assert main(["init", str(folder), *words]) == 0
+    checked, submitted = capsys.readouterr().out.splitlines()
+    assert checked.endswith("--check --nodes 2 --gpus-per-node 8 store=postgres") and submitted.startswith("sbatch ")
     config = compose(["experiment=mine"], own=folder)
     assert (config.parallel.backend, config.parallel.tp * config.parallel.dp) == ("nccl", 16)
     assert config.model.path == str(model) and config.model.dtype == "bfloat16"

@@ -193,7 +193,10 @@ def run(arguments: argparse.Namespace) -> None:
         logging.info("wrote %s", path)
     command = f"megarl train --config-dir {arguments.folder} experiment={answers.name}"
     elsewhere = f" --nodes {answers.nodes} --gpus-per-node {answers.gpus}" if answers.gpus else ""
-    sys.stdout.write(f"{command} --check{elsewhere}\n{command}\nsbatch {arguments.folder}/job.sh\n")
+    # The job script gives several nodes one database; one command cannot start them.
+    elsewhere += " store=postgres" * (answers.nodes > 1)
+    here = f"{command}\n" * (answers.nodes == 1)
+    sys.stdout.write(f"{command} --check{elsewhere}\n{here}sbatch {arguments.folder}/job.sh\n")
 
 
 def _number(text: str, option: str, least: int) -> int:
@@ -273,7 +276,7 @@ def _experiment(folder: Path, answers: Answers) -> str:
         "# @package _global_\n"
         f"# {starter.purpose[0].upper()}{starter.purpose[1:]}.\n"
         "# docs/settings.md lists every setting. trainer.tasks_per_step is the number of rows of a step: raise it\n"
-        "# once train.jsonl has your rows.\n"
+        "# once train.jsonl has your rows. Columns with other names: taskset.columns (docs/tasksets.md#rows).\n"
     )
     return head + OmegaConf.to_yaml(settings)
 

@@ -74,7 +74,10 @@ def read_config_json(path: Path, setting: str = "model.path") -> dict[str, Any]:
     """Read config.json unchanged. ``setting`` and errors: as ``read_hf_config``, without ArchitectureError."""
     file = path / "config.json"
     if not file.is_file():
-        raise CheckpointError(f"{path} has no config.json; set {setting} to the directory of an HF checkpoint")
+        fix = f"set {setting} to the directory of an HF checkpoint"
+        if path.name == "hf":  # where a run leaves its model
+            fix += f", or let the run of {path.parent} end first, which writes it"
+        raise CheckpointError(f"{path} has no config.json; {fix}")
     try:
         config = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
