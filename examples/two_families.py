@@ -1,4 +1,7 @@
-"""Rows of two kinds of tasks: sums of two numbers, and a number's digits backwards.
+"""Rows of two kinds of tasks: sums of two numbers (``add``), and a number's digits backwards (``dad``).
+
+The tokenizer of a model from scratch knows only the characters of its rows. The two words have the same letters, so
+models trained on either kind have the same tokens, as distillation needs.
 
 The option ``family`` is 0 for both in turn, 1 for sums alone, 2 for digits alone. Used by `experiment=family` and
 `experiment=distill_two` (docs/distillation.md).
@@ -22,10 +25,10 @@ def entries(seed: int, options: Mapping[str, int]) -> Entries:
         number += 1
         if (options["family"] or 1 + number % 2) == 1:
             a, b = draw.randrange(100), draw.randrange(100)
-            question, answer, source = f"{a} + {b} =", str(a + b), SUMS
+            question, answer, source = f"add {a} {b} =", str(a + b), SUMS
         else:
             text = str(draw.randrange(100, 10_000))
-            question, answer, source = f"Backwards: {text} =", text[::-1], DIGITS
+            question, answer, source = f"dad {text} =", text[::-1], DIGITS
         yield Entry(question, answer, answer, slipped(answer), source)
 
 
