@@ -1,6 +1,6 @@
-"""Rows of two kinds of tasks: sums of two numbers (``add``), and a number's digits backwards (``dad``).
+"""Rows of two kinds of tasks: sums of two numbers (``add``), and a number's digits backwards (``turn``).
 
-The tokenizer of a model from scratch knows only the characters of its rows. The two words have the same letters, so
+The tokenizer of a model from scratch knows only the words of its rows. Questions of both kinds have the same words, so
 models trained on either kind have the same tokens, as distillation needs.
 
 The option ``family`` is 0 for both in turn, 1 for sums alone, 2 for digits alone. Used by `experiment=family` and
@@ -25,10 +25,10 @@ def entries(seed: int, options: Mapping[str, int]) -> Entries:
         number += 1
         if (options["family"] or 1 + number % 2) == 1:
             a, b = draw.randrange(100), draw.randrange(100)
-            question, answer, source = f"add {a} {b} =", str(a + b), SUMS
+            question, answer, source = f"add not turn {a} {b} =", str(a + b), SUMS
         else:
             text = str(draw.randrange(100, 10_000))
-            question, answer, source = f"dad {text} =", text[::-1], DIGITS
+            question, answer, source = f"turn not add {text} =", text[::-1], DIGITS
         yield Entry(question, answer, answer, slipped(answer), source)
 
 
