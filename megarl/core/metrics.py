@@ -160,6 +160,16 @@ class Lines:
             self._file.close()
 
 
+def records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a ``metrics.jsonl``; an incomplete line of a killed process is skipped. A missing file has
+    no records."""
+    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue
+
+
 def best_step(run_dir: Path, name: str, steps: Collection[int]) -> int | None:
     """Return the step among ``steps`` with the best value of a metric in ``metrics.jsonl``; ``None`` without a value.
 

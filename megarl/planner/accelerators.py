@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator and its links. Rates are those of the data sheet, in one direction."""
+    """One accelerator and its links. Rates are the data sheet's, in one direction."""
 
     name: str
     bf16: float

@@ -15,6 +15,9 @@ from typing import Any, Literal
 from megarl.weights.architectures import ModelSizes, architecture
 from megarl.weights.architectures.megatron_config import transformer_kwargs
 
+BF16 = 2
+"""Bytes of an element of weights, activations and KV cache."""
+
 
 @dataclass(frozen=True)
 class Product:

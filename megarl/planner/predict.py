@@ -9,13 +9,14 @@ from functools import lru_cache
 from megarl.config.schema import ParallelConfig
 from megarl.learn.memory.activation_bytes import activation_bytes
 from megarl.planner.accelerators import Device
+from megarl.planner.model_cost import BF16
 from megarl.planner.rollout import OVERHEAD_BYTES, RolloutCost
 from megarl.planner.sync import sync_seconds
 from megarl.planner.training import Parts, TrainingCost, copies, rank_parameters
 from megarl.planner.work import JobPlan, StepWork, model_settings
 
-BF16, GRADIENT, OPTIMIZER = 2, 4, 12
-"""Bytes of a parameter: the weight, its float32 gradient, its float32 master and moments."""
+GRADIENT, OPTIMIZER = 4, 12
+"""Bytes of a parameter beside its weight: float32 gradient; float32 master and moments."""
 CONTEXT_BYTES = 2.5e9
 """Bytes of a device for CUDA, NCCL's buffers and the caching allocator's rounding."""
 CLIFF = 0.2

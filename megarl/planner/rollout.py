@@ -2,8 +2,7 @@
 
 A decode step reads the touched weights and the KV cache, multiplies, reduces between tensor-parallel ranks, and
 launches its layers. An engine has slots for as many trajectories as its KV cache holds; one that ends gives its slot to
-the next.
-At the end few long ones are left: the last is as long as the longest of all.
+the next. At the end few long ones are left: the last is as long as the longest of all.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 
 from megarl.planner.accelerators import Device
 from megarl.planner.constants import DECODE_LAYER_S, DECODE_MEMORY_SHARE, FAR_LATENCY_S, PRODUCT_SHARE, REDUCE_LATENCY_S
-from megarl.planner.model_cost import ModelCost
+from megarl.planner.model_cost import BF16, ModelCost
 from megarl.planner.response_lengths import Lengths
 
-BF16 = 2
 SAMPLED = 256
 """Most trajectories of one engine that are simulated one by one; each stands for an equal share of all."""
 OVERHEAD_BYTES = 4e9
@@ -34,7 +32,6 @@ class RolloutCost:
     share: float = 0.85
     """Share of a device's memory that the engine uses."""
     max_num_seqs: int = 1024
-    expert_parallel: bool = False
 
     @property
     def weight_bytes(self) -> float:
@@ -75,7 +72,7 @@ class RolloutCost:
 
     def slots(self, prompt: float, lengths: Lengths) -> float:
         """Return how many trajectories run at a time: bounded by ``max_num_seqs`` and by the KV cache."""
-        held = prompt + sum(x * x for x in lengths.quantiles) / (2 * sum(lengths.quantiles)) * 1.15
+        held = prompt + lengths.context(0) * 1.15
         return min(float(self.max_num_seqs), self.kv_bytes_free / self.kv_bytes(held))
 
     def seconds(self, trajectories: int, prompt: float, lengths: Lengths, group: int = 1, *, ahead: int = 0) -> float:
@@ -92,8 +89,7 @@ class RolloutCost:
         seconds = prefill / self.tp / (self.device.bf16 * PRODUCT_SHARE.value)
         if ahead:
             batch = min(slots, trajectories * max(1.0, (1 + ahead) / 2))  # others that may run have ended already
-            age = sum(x * x for x in lengths.quantiles) / (2 * sum(lengths.quantiles))
-            return seconds + trajectories * lengths.mean / batch * self.decode_step(batch, prompt + age)
+            return seconds + trajectories * lengths.mean / batch * self.decode_step(batch, prompt + lengths.context(0))
         number = min(trajectories, SAMPLED)
         each = trajectories / number
         places = max(1, min(number, int(slots / each)))

@@ -5,10 +5,7 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 from megarl.planner.accelerators import Device
-from megarl.planner.model_cost import ModelCost
-
-BF16 = 2
-Transport = Literal["nccl", "gloo", "host", "gather", "nemo"]
+from megarl.planner.model_cost import BF16, ModelCost
 
 
 class TransportRate(NamedTuple):

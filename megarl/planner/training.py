@@ -9,21 +9,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 from megarl.config.schema import ParallelConfig
 from megarl.planner.accelerators import Device
 from megarl.planner.constants import ATTENTION_SHARE, EXPERT_LAYER_S, FP8_GAIN, MEMORY_SHARE, PACKED, PRODUCT_SHARE
-from megarl.planner.model_cost import LayerCost, ModelCost
+from megarl.planner.model_cost import BF16, LayerCost, ModelCost
 from megarl.weights.reshard.grid import MegatronGrid
 
-BF16, FLOAT = 2, 4
+FLOAT = 4
 OPTIMIZER_BYTES = 30
 """Bytes that AdamW reads and writes for each element of a rank's share: gradient, master, two moments, new weight."""
 BACKWARD = 2.0
-"""Products of a backward pass over those of a forward pass."""
+"""Operations of products in a backward pass, divided by operations in a forward pass."""
 BACKWARD_ATTENTION = 2.5
-"""Operations of attention's backward pass over those of its forward pass."""
+"""Operations of attention in a backward pass, divided by operations in a forward pass."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class TrainingCost:
     def update(self, tokens: float, micro_batch: int, context: float) -> float:
         """Return the seconds of one optimizer update over ``tokens`` of all ranks."""
         seconds = self._pipeline(tokens, micro_batch, context, trains=True)
-        dense, experts = self.rank_parameters
         grid, device = self.grid, self.device
+        dense, experts = rank_parameters(self.model, grid)
         of_dense, of_experts = copies(grid)
         sent = (_ring(of_dense) * dense + _ring(of_experts) * experts) * (FLOAT + BF16)
         exposed = sent / device.rate_of(grid.stage_size)
@@ -86,11 +86,6 @@ class TrainingCost:
             exposed = max(0.0, exposed - 0.7 * seconds / number)
         share = dense / of_dense + experts / of_experts
         return seconds + exposed + share * OPTIMIZER_BYTES / (device.memory_rate * MEMORY_SHARE.value)
-
-    @cached_property
-    def rank_parameters(self) -> tuple[float, float]:
-        """See ``rank_parameters``."""
-        return rank_parameters(self.model, self.grid)
 
     def _micro_batches(self, tokens: float, micro_batch: float) -> int:
         return max(1, math.ceil(tokens / self.grid.dp / micro_batch / PACKED.value - 1e-9))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import shlex
 import sys
@@ -14,6 +13,7 @@ from typing import Any
 from megarl.config import Config, compose, hub
 from megarl.config.load import load_resolved
 from megarl.core.errors import ConfigError
+from megarl.core.metrics import records
 from megarl.planner.accelerators import DEVICES
 from megarl.planner.predict import Prediction, predict
 from megarl.planner.response_lengths import Lengths
@@ -129,10 +129,8 @@ def _quantiles(text: str) -> Lengths:
 
 def _recorded(folder: Path) -> Lengths | None:
     """Return the lengths of a run's latest steps; None if it has no step."""
-    file = folder / "metrics.jsonl"
-    records = [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-    means = [record["response_length/mean"] for record in records if "response_length/mean" in record][-20:]
-    most = [record["response_length/max"] for record in records if "response_length/max" in record][-20:]
+    steps = [record for record in records(folder / "metrics.jsonl") if "response_length/mean" in record][-20:]
+    means, most = ([step[f"response_length/{name}"] for step in steps] for name in ("mean", "max"))
     if not means:
         return None
     return Lengths.of_mean(sum(means) / len(means), max(1, math.ceil(max(most))))

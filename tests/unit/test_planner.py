@@ -208,7 +208,7 @@ def test_a_model_alone_and_a_runs_record_are_enough(model: Path, tmp_path: Path,
     assert "experiment=own_gpu" in capsys.readouterr().out
     save_resolved(compose(["experiment=grpo_qwen2_5_7b", f"model.path={model}"]), tmp_path / "resolved.json")
     steps = [{"step": n, "response_length/mean": 200.0, "response_length/max": 800.0} for n in range(3)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps) + '{"st')
     assert main(["plan", "--from", str(tmp_path), "--nodes", "1"]) == 0
     text = capsys.readouterr().out
     assert "mean 200 of at most 800 tokens\n" in text

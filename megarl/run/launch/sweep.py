@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from megarl.config import Config, compose
 from megarl.config.load import config_dirs, hydra_at
 from megarl.config.overrides import grammar_fault
 from megarl.core.errors import ConfigError, InputError, JobError
+from megarl.core.metrics import records
 
 log = logging.getLogger(__name__)
 
@@ -201,20 +201,11 @@ def table_of(runs: Sequence[Path]) -> str:
 
 
 def _row(run: Path) -> tuple[str, str, str, str, str]:
-    records = list(_records(run / "metrics.jsonl"))
-    trained = [record["step"] for record in records if any(name.startswith(("actor/", "train/")) for name in record)]
+    found = list(records(run / "metrics.jsonl"))
+    trained = [record["step"] for record in found if any(name.startswith(("actor/", "train/")) for name in record)]
     steps = f"{max(trained, default=0):.0f}"
     for name in HELD_OUT:
-        if values := [record[name] for record in records if name in record]:
+        if values := [record[name] for record in found if name in record]:
             form = "{:.1%}" if name == "val/accuracy" else "{:.4f}"
             return run.name, steps, name.removeprefix("val/"), form.format(values[0]), form.format(values[-1])
     return run.name, steps, "—", "—", "—"
-
-
-def _records(path: Path) -> Iterable[dict[str, float]]:
-    """Yield a run's metrics records; an incomplete line of a killed process is skipped."""
-    for line in path.read_text(errors="replace").splitlines() if path.is_file() else ():
-        try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            continue
