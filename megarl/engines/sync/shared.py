@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megarl.engines.sync.bucket_memory import BucketMemory, MemoryFile
+from megarl.engines.sync.bucket_memory import BucketMemory, KeptBuckets, MemoryFile, host_memory
 from megarl.weights.reshard.execute import Arrival, Transport, Work
 
 
@@ -59,6 +60,11 @@ class Places:
         return lambda src, dst: int(self.senders[src][0] != self.workers[dst])
 
 
+def _far_bucket(far: Transport, nbytes: int) -> torch.Tensor:
+    """Make a bucket for messages over ``far``; host memory is registered with CUDA."""
+    return host_memory(nbytes) if far.allocate(0).device.type == "cpu" else far.allocate(nbytes)
+
+
 class SharedMemorySender:
     """A sender's transport: through memory to the ranks in ``same_machine``, over ``far`` to all others.
 
@@ -73,11 +79,12 @@ class SharedMemorySender:
         self._link, self._far = link, far or link
         self._same_machine = same_machine
         self._memory = memory
+        self._far_buckets = KeptBuckets(partial(_far_bucket, self._far))
         memory.close()
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         if not self._same_machine or nbytes == 0:
-            return self._far.allocate(nbytes)
+            return self._far_buckets.take(nbytes)
         return self._memory.make(nbytes)
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
@@ -91,8 +98,14 @@ class SharedMemorySender:
         raise AssertionError("trainer ranks only send")
 
     def finish(self) -> None:
-        """Free the buckets' memory, after every receiver has read it or was given up."""
+        """End a sync whose buckets every receiver has read; they are kept for the next sync."""
+        self._memory.rest()
+        self._far_buckets.rest()
+
+    def close(self) -> None:
+        """Release the buckets' memory, after receivers have read it or were given up."""
         self._memory.close()
+        self._far_buckets.drop()
 
 
 @dataclass
@@ -120,12 +133,12 @@ class SharedMemoryReceiver:
         self._link, self._far = link, far or link
         self._same_machine = same_machine
         self._memory = memory
-        self._opened: dict[tuple[int, bytes], torch.Tensor] = {}
+        self._far_buckets = KeptBuckets(partial(_far_bucket, self._far))
         self._answers: list[tuple[Work, torch.Tensor]] = []
         memory.close()
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        return self._far.allocate(nbytes)
+        return self._far_buckets.take(nbytes)
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
         raise AssertionError("engine workers only receive")
@@ -137,18 +150,21 @@ class SharedMemoryReceiver:
         return _Borrowed(self, rank, nbytes, self._link.irecv(name.nbytes, rank, lambda: name))
 
     def finish(self) -> None:
-        """Release the senders' memory."""
+        """End a sync; the senders' buckets stay open for the next one."""
         for work, _ in self._answers:
             work.wait()
         self._answers.clear()
-        self._opened.clear()
+        self._memory.rest()
+        self._far_buckets.rest()
+
+    def close(self) -> None:
+        """Release the senders' memory and this side's."""
+        self._answers.clear()
         self._memory.close()
+        self._far_buckets.drop()
 
     def read(self, rank: int, name: bytes, nbytes: int) -> torch.Tensor:
-        bucket = self._opened.get((rank, name))
-        if bucket is None or bucket.numel() < nbytes:
-            bucket = self._opened[rank, name] = self._memory.open(rank, name, nbytes)
-        return bucket[:nbytes]
+        return self._memory.open(rank, name)[:nbytes]
 
     def answer(self, rank: int) -> None:
         self._memory.settle()
