@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.engines.sync import bucket_memory
 from megarl.engines.sync.bucket_memory import HostMemory, memory_file
 from megarl.engines.sync.shared import SharedMemorySender
+from megarl.ops import host_memory
 from tests.loop.trainers import Sent
 
 
@@ -91,7 +91,7 @@ def test_memory_that_cannot_be_registered_is_slower_and_nothing_else(
     runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.refuses = 801
-    with caplog.at_level(logging.WARNING, bucket_memory.__name__):
+    with caplog.at_level(logging.WARNING, host_memory.__name__):
         mine = sender()
         bucket = mine.allocate(5000)
         bucket.fill_(7)

@@ -7,50 +7,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megarl.ops.host_memory import pin, unpin, whole_pages
 from megarl.weights.reshard.execute import memory_for
-
-log = logging.getLogger(__name__)
-
-
-_pinned: dict[int, torch.Tensor] = {}
-"""Address -> memory registered with CUDA, kept referenced so that it is not unmapped before ``unpin``."""
-
-
-def pin(memory: torch.Tensor) -> None:
-    """Register host memory with CUDA until ``unpin``, if this process has a GPU.
-
-    A GPU copies registered memory at its link's rate, other memory at a quarter or less (docs/benchmarks/gpu.md). If
-    registration is refused (``ulimit -l``), copies are only slower.
-    """
-    if not torch.cuda.is_initialized():
-        return
-    refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
-    if not refused:
-        _pinned[memory.data_ptr()] = memory
-        return
-    log.warning("buckets of the weight sync cannot be registered with CUDA (error %d): copies are slower", refused)
-    with suppress(RuntimeError):  # clear the error, which CUDA would report at the next launch
-        torch.zeros(1, device="cuda")
-
-
-def unpin(addresses: Iterable[int] | None = None) -> None:
-    """Unregister the memory at these addresses that ``pin`` registered; None: all of it."""
-    for address in list(_pinned if addresses is None else addresses):
-        memory = _pinned.pop(address, None)  # stays mapped until unregistered
-        if memory is None:
-            continue
-        if refused := int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):  # type: ignore[no-untyped-call]
-            log.warning("a bucket of the weight sync cannot be unregistered with CUDA (error %d)", refused)
 
 
 class KeptBuckets:
@@ -85,17 +51,6 @@ class KeptBuckets:
         unpin(bucket.data_ptr() for bucket in (*self._free, *self._taken))
         self._free.clear()
         self._taken.clear()
-
-
-def host_memory(nbytes: int) -> torch.Tensor:
-    """Allocate whole pages of host memory (uint8), registered with CUDA until ``unpin``."""
-    bucket = torch.frombuffer(mmap.mmap(-1, _pages(nbytes)), dtype=torch.uint8)
-    pin(bucket)
-    return bucket
-
-
-def _pages(nbytes: int) -> int:
-    return nbytes + -nbytes % mmap.ALLOCATIONGRANULARITY
 
 
 class MemoryFile(NamedTuple):
@@ -175,7 +130,7 @@ class HostMemory:
 
     def _new(self, nbytes: int) -> torch.Tensor:
         assert self._own is not None, "engine workers only receive"
-        start, size = os.fstat(self._own.descriptor).st_size, _pages(nbytes)
+        start, size = os.fstat(self._own.descriptor).st_size, whole_pages(nbytes)
         os.ftruncate(self._own.descriptor, start + size)
         bucket = torch.frombuffer(mmap.mmap(self._own.descriptor, size, offset=start), dtype=torch.uint8)
         pin(bucket)

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from megarl.engines.sync.bucket_memory import BucketMemory, KeptBuckets, MemoryFile, host_memory
+from megarl.engines.sync.bucket_memory import BucketMemory, KeptBuckets, MemoryFile
+from megarl.ops.host_memory import host_memory
 from megarl.weights.reshard.execute import Arrival, Transport, Work
 
 
