@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import mmap
 from collections.abc import Iterable
@@ -12,8 +11,6 @@ import torch
 
 log = logging.getLogger(__name__)
 
-HUGE_PAGE = 2**21
-"""Bytes of a huge page on x86-64 and most ARM systems."""
 _pinned: dict[int, torch.Tensor] = {}
 """Address -> memory registered with CUDA, kept referenced so that it is not unmapped before ``unpin``."""
 
@@ -53,25 +50,8 @@ def host_memory(nbytes: int) -> torch.Tensor:
 
 
 def anonymous_map(nbytes: int) -> mmap.mmap:
-    """Map whole pages of private memory, as huge pages where the system has them: the first write to small pages costs
-    several times the copy."""
-    mapped = mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if nbytes >= HUGE_PAGE:
-        with suppress(OSError):  # a kernel without huge pages
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    return mapped
-
-
-def advise_huge_pages(memory: torch.Tensor) -> None:
-    """Ask for huge pages in the part of host memory that consists of them; do nothing for memory of a GPU."""
-    start = memory.data_ptr() + -memory.data_ptr() % HUGE_PAGE
-    end = memory.data_ptr() + memory.nbytes
-    if memory.device.type == "cpu" and end - start >= HUGE_PAGE:
-        length = (end - start) // HUGE_PAGE * HUGE_PAGE
-        _madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_HUGEPAGE)  # a refusal changes nothing
-
-
-_madvise = ctypes.CDLL(None).madvise
+    """Map whole pages of private memory."""
+    return mmap.mmap(-1, whole_pages(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def whole_pages(nbytes: int) -> int:

@@ -69,16 +69,6 @@ def test_a_kept_copy_is_used_again_while_sizes_stay(kernels: str, tmp_path: Path
         assert not any(t.any() for t in held)
 
 
-def test_memory_with_huge_pages_has_the_same_bytes(tmp_path: Path) -> None:
-    held = [torch.arange(2**20, dtype=torch.float32), torch.arange(2**21, dtype=torch.float64)]  # 4 and 16 MiB
-    before = [t.clone() for t in held]
-    resident = Resident("actor", "parameters", lambda: held)
-    for _ in range(2):
-        resident.leave(Place.MEMORY, tmp_path)
-        resident.come_back()
-    assert all(torch.equal(t, b) for t, b in zip(held, before, strict=True))
-
-
 def test_absent_it_comes_back_as_zeros(tmp_path: Path) -> None:
     held = tensors()
     resident = Resident("actor", "gradients", lambda: held)

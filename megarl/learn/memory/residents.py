@@ -19,7 +19,7 @@ from megarl.core.processes import heartbeat
 from megarl.core.processes.machine import resident_bytes, trim_memory
 from megarl.learn.memory.phases import Place, offload_setting
 from megarl.ops import digest_values, slice_digests
-from megarl.ops.host_memory import advise_huge_pages, anonymous_map, pin, unpin
+from megarl.ops.host_memory import anonymous_map, pin, unpin
 from megarl.weights.checkpoint.training.state import inner_optimizers
 
 Kind = Literal["parameters", "gradients", "optimizer"]
@@ -96,8 +96,6 @@ class Resident:
                 storage.resize_(size)
         except (RuntimeError, MemoryError) as error:
             raise OffloadError(f"the device has no room for {self.name} ({self.nbytes} bytes): {error}") from error
-        for bytes_ in _views(self._away):
-            advise_huge_pages(bytes_)
         if self.place is Place.ABSENT:
             for bytes_ in _views(self._away):
                 bytes_.zero_()
