@@ -201,10 +201,10 @@ def test_a_teacher_behind_a_url(
 
 def sft_on_scores(folder: Path, teacher: RunningEngine, made: Path) -> None:
     """Scores of demonstrations by the server equal those of transformers, and SFT comes nearer to them."""
-    rows = pq.read_table(made / "data" / "warm_start.parquet").to_pylist()[:16]
+    rows = pq.read_table(made / "data" / "warm_start.parquet").to_pylist()[:24]
     for i, row in enumerate(rows):
         row["data_source"] = ("sums/left", "right")[i % 2]
-    source, taught = write(folder / "demonstrations.parquet", rows), folder / "taught.parquet"
+    source, taught = write(folder / "demonstrations.parquet", rows[:16]), folder / "taught.parquet"
     urls = [f"teachers.{name}.url={teacher.url}/v1" for name in ("left", "other")]
     words = [f"model.path={made}/model", *urls, "teachers.left.sources=[sums/]"]
     teach(Path(source), words, top_k="5", out=str(taught))
@@ -218,8 +218,20 @@ def sft_on_scores(folder: Path, teacher: RunningEngine, made: Path) -> None:
             logp = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         assert row["teacher_topk_logp"] == pytest.approx(logp.topk(5)[0].numpy(), abs=1e-4)
         assert row["teacher_logp"] == pytest.approx(logp.gather(1, response[:, None])[:, 0].numpy(), abs=1e-4)
-    settings = [*TINY, "algorithm=sft", f"model.path={made}/model", f"taskset.train={taught}", f"taskset.eval={taught}"]
-    settings += ["taskset.warm_start=null", "trainer.warm_start.steps=0", "trainer.updates_per_step=1"]
+    settings = [
+        *TINY,
+        "algorithm=sft",
+        f"model.path={made}/model",
+        f"taskset.train={taught}",
+        f"taskset.eval={write(folder / 'held_out.parquet', rows[16:])}",
+    ]
+    settings += [
+        "model.from_scratch=null",
+        "taskset.generate=null",
+        "taskset.warm_start=null",
+        "trainer.warm_start.steps=0",
+        "trainer.updates_per_step=1",
+    ]
     settings += ["algorithm.divergence=forward_kl", "algorithm.cross_entropy_coef=0", "trainer.tasks_per_step=16"]
     settings += ["trainer.steps=6", "trainer.eval_interval=0", "trainer.optimizer.lr=4e-3"]
     steps = steps_of(run(folder / "sft", settings))
