@@ -128,7 +128,7 @@ class TeacherServers:
 
     def __init__(self, teachers: Mapping[str, TeacherConfig], top_k: int = 0, largest_id: int = 2**31 - 1) -> None:
         self._teachers = teachers
-        urls = {name: config for name, config in teachers.items() if config.url is not None}
+        urls = {name: config for name, config in teachers.items() if config.url is not None and config.weight}
         self._servers = {name: TeacherServer(name, config, top_k, largest_id) for name, config in urls.items()}
         self.tally = Tally(subject="teachers", verdict="score")
         """Counts of trajectories with and without scores."""
@@ -153,7 +153,8 @@ class TeacherServers:
             await server.server.close()
 
     async def taught(self, trajectory: Trajectory, data_source: str) -> Trajectory:
-        """Return a trajectory with its teacher's name and, if the teacher is at a URL, its scores.
+        """Return a trajectory with its teacher's name and, if the teacher is at a URL and its weight is not 0, its
+        scores.
 
         A trajectory whose teacher fails ends as ``teacher_error`` or ``teacher_timeout``, without a verdict, so that it
         is not trained on; ``reward.on_error`` decides about its group.

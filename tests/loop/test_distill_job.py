@@ -16,13 +16,13 @@ from tests.system.jobs import TINY, Job, last_of_each
 from tests.unit.small_rows import write
 
 
-def save_other(path: Path, tokenizer: Path) -> Path:
+def save_other(path: Path, tokenizer: Path, vocab_size: int = 160) -> Path:
     """A teacher of another size than the quickstart's model, far from uniform, with the same tokenizer."""
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(7)
     config = Qwen3Config(
-        vocab_size=160,
+        vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=4,

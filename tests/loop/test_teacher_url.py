@@ -24,9 +24,12 @@ from transformers import AutoModelForCausalLM
 from megarl.buffer.store import Store
 from megarl.config import Config, compose
 from megarl.config.schema import ModelConfig, RolloutConfig, TeacherConfig, TrainerConfig
+from megarl.core.metrics import records
 from megarl.core.schema import TEACHER, End, Trajectory
 from megarl.rewards.teacher_server import TeacherServers
 from megarl.run.checks import job as checks
+from megarl.run.data.teach import teach
+from megarl.tasks import ChatTokenizer, encode_demonstrations, read_rows
 from tests.loop.engines import KEY, RunningEngine, tiny_engine
 from tests.loop.same_run import NOT_COMPARED, steps_of
 from tests.loop.test_distill_job import save_other
@@ -135,12 +138,12 @@ def proxy(teacher: RunningEngine) -> Iterator[Proxy]:
 def test_a_teacher_behind_a_url(
     tmp_path: Path, teacher: RunningEngine, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("MEGARL_TEACHER_KEY_other", KEY)
+    monkeypatch.setenv("MEGARL_TEACHER_KEY", KEY)
     made = tmp_path / "made"
     checks.check(compose([*last_of_each(TINY), f"run.dir={made}"]))
     for file in (made / "model").glob("*token*"):
         (teacher.model_path / file.name).write_bytes(file.read_bytes())
-    save_other(teacher.model_path, made / "model" / "tokenizer.json")
+    save_other(teacher.model_path, made / "model" / "tokenizer.json", vocab_size=128)
     teacher.ready()
     rows = pq.read_table(made / "data" / "train.parquet").to_pylist()
     for i, row in enumerate(rows):
@@ -175,6 +178,7 @@ def test_a_teacher_behind_a_url(
     worst = compared(teacher.model_path, made / "model", trained)
     assert worst < 1e-4
     assert likeliest_difference(teacher, trained[0]) < 1e-4
+    sft_on_scores(tmp_path, teacher, made)
 
     proxy.last, proxy.replies = proxy.replies // 2, 0
     job = Job(tmp_path / "killed", settings).start()
@@ -194,6 +198,49 @@ def test_a_teacher_behind_a_url(
         [{k: v for k, v in s.items() if not NOT_COMPARED.match(k)} for s in steps_of(x)] for x in (whole, killed)
     ]
     assert metrics[0] == metrics[1]
+
+
+def sft_on_scores(folder: Path, teacher: RunningEngine, made: Path) -> None:
+    """Scores of demonstrations by the server equal those of transformers, and SFT comes nearer to them."""
+    rows = pq.read_table(made / "data" / "warm_start.parquet").to_pylist()[:24]
+    for i, row in enumerate(rows):
+        row["data_source"] = ("sums/left", "right")[i % 2]
+    source, taught = write(folder / "demonstrations.parquet", rows[:16]), folder / "taught.parquet"
+    urls = [f"teachers.{name}.url={teacher.url}/v1" for name in ("left", "other")]
+    words = [f"model.path={made}/model", *urls, "teachers.left.sources=[sums/]"]
+    teach(Path(source), words, top_k="5", out=str(taught))
+    scored = pq.read_table(taught).to_pylist()
+    assert [row["teacher"] for row in scored] == ["left", "other"] * 8
+    tasks = read_rows(taught, require_response=True, split="train")
+    model = AutoModelForCausalLM.from_pretrained(teacher.model_path, dtype=torch.float32)
+    for row, pair in zip(scored, encode_demonstrations(tasks, ChatTokenizer.open(made / "model")), strict=True):
+        prompt, response = (torch.from_numpy(ids).long() for ids in pair)
+        with torch.no_grad():
+            logp = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        assert row["teacher_topk_logp"] == pytest.approx(logp.topk(5)[0].numpy(), abs=1e-4)
+        assert row["teacher_logp"] == pytest.approx(logp.gather(1, response[:, None])[:, 0].numpy(), abs=1e-4)
+    settings = [
+        *TINY,
+        "algorithm=sft",
+        f"model.path={made}/model",
+        f"taskset.train={taught}",
+        f"taskset.eval={write(folder / 'held_out.parquet', rows[16:])}",
+    ]
+    settings += [
+        "model.from_scratch=null",
+        "taskset.generate=null",
+        "taskset.warm_start=null",
+        "trainer.warm_start.steps=0",
+        "trainer.updates_per_step=1",
+    ]
+    settings += ["algorithm.divergence=forward_kl", "algorithm.cross_entropy_coef=0", "trainer.tasks_per_step=16"]
+    settings += ["trainer.steps=6", "trainer.eval_interval=0", "trainer.optimizer.lr=4e-3"]
+    found = [
+        s["teacher/divergence"]
+        for s in records(run(folder / "sft", settings) / "metrics.jsonl")
+        if "teacher/divergence" in s
+    ]
+    assert len(found) == 6 and found[-1] < 0.5 * found[0]
 
 
 def run(run_dir: Path, settings: Sequence[str]) -> Path:

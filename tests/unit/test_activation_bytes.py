@@ -9,7 +9,7 @@ import pytest
 from gpu import QWEN2_5_1_5B
 
 from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.learn.memory.activation_bytes import activation_bytes
+from megarl.learn.memory.activation_bytes import activation_bytes, divergence_bytes
 from megarl.learn.memory.resident_bytes import model_bytes
 from megarl.weights.architectures import ModelSizes, architecture
 from megarl.weights.architectures.complete import complete
@@ -69,3 +69,9 @@ def test_by_hand() -> None:
     assert activation_bytes(sizes, BFLOAT16, grid, 1000) == 2 * 1000 * 28 * layer + head
     chunks = 2 * 10**8 + 152064 // 2 * 3584 * 4 + 40 * 1000
     assert activation_bytes(sizes, BFLOAT16, grid, 1000, 10**8) == 2 * 1000 * 28 * layer + chunks
+
+
+def test_a_divergence_from_a_whole_vocabulary() -> None:
+    """GPU-sized: the teacher's rows count, and a chunk is as large as allowed; a small one takes all its tokens."""
+    assert divergence_bytes(150_000, 8192, [(4096, "bfloat16")], 2**28) == 150_000 * 4096 * 2 + 2**28
+    assert divergence_bytes(100, 10, [], None) == 10 * 6 * 100 * 4

@@ -61,7 +61,20 @@ NODES = {
 }
 LARGE = ("grpo_qwen3_30b_a3b", "gspo_glm4_5_air", "gspo_qwen3_235b_a22b", "grpo_deepseek_v3")
 """Thousands of experts' tensors: to plan everything takes seconds, so two engine ranks are planned."""
-TOYS = ("quickstart", "lora", "own", "own_gpu", "sft", "dpo", "reward_model", "guess", "vision", "distill")
+TOYS = (
+    "quickstart",
+    "lora",
+    "own",
+    "own_gpu",
+    "sft",
+    "dpo",
+    "reward_model",
+    "guess",
+    "vision",
+    "distill",
+    "families",
+    "distill_two",
+)
 YOURS = ("model.path=/m", "taskset.train=a.parquet", "taskset.eval=b.parquet")
 CPU = (
     "parallel.backend=gloo",

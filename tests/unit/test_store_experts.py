@@ -235,6 +235,7 @@ def test_good_responses_of_another_run(prepared: Path, tmp_path: Path) -> None:
         ("2 + 1 =", "3", 1.0),
     ]
     assert [each.position for each in found] == [0, 1]
+    assert {each.task.data_source for each in found} == {make_task(0).data_source} != {""}
     assert all(each.teacher_logp is not None and each.teacher_logp.tolist() == [-1, 0] for each in found)
     with pytest.raises(ValueError, match="no single response of training has a score of 2 or more"):
         read_run(run_dir, 2.0)

@@ -35,6 +35,9 @@ def test_groups_without_scores_are_dropped() -> None:
     scored = replace(trajectory(), teacher_scores=scores)
     assert part.lacks([scored]) is None
     assert part.lacks([scored, trajectory()]) == "teachers.large has not scored all its members"
+    teachers["large"] = replace(teachers["large"], weight=0.0)
+    assert TaughtGroups(config, reader).lacks([trajectory()]) is None, "its teacher is not asked"
+    teachers["large"] = replace(teachers["large"], weight=1.0)
     failed = replace(trajectory(), reward=Reward(math.nan, "error"), cause=End.TEACHER_ERROR)
     assert part.lacks([scored, failed]) is None
     other = replace(trajectory(), teacher_scores=replace(scores, teacher="gone"))

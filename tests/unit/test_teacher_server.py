@@ -248,6 +248,12 @@ def test_teachers_with_a_path_are_named_only() -> None:
     assert TEACHER not in asyncio.run(main("other")).metadata
 
 
+def test_a_teacher_of_weight_0_is_not_asked() -> None:
+    server = Server()
+    [found] = taught(server, [trajectory()], weight=0.0)
+    assert found.teacher_scores is None and not server.bodies
+
+
 def checked(
     server: Server, detokenizes: bool = True, context: int = 31, own: Callable[[int], str] = chr, **settings: Any
 ) -> list[str]:

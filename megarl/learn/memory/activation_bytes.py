@@ -11,10 +11,13 @@ inputs of the others.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megarl.config.lora import ALL_LINEAR, LoraConfig
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.memory.resident_bytes import ITEM_BYTES
 from megarl.learn.parallel.grid import megatron_grid
+from megarl.ops.divergence import BUFFERS, CHUNK_BYTES
 from megarl.weights.architectures import ModelSizes
 from megarl.weights.reshard.adapters import EMBEDDING, names_module
 
@@ -62,6 +65,21 @@ def activation_bytes(
             size += in_flight * here * (_rank(model.lora, "embed_tokens") / along * item + TOKEN_BYTES)
         most = max(most, size)
     return int(most)
+
+
+def divergence_bytes(
+    columns: int, tokens: int, heads: Sequence[tuple[int, str]], logits_bytes: int | None = None
+) -> int:
+    """Return the bytes that a divergence from teachers adds to an update: their output rows, and a chunk of logits.
+
+    Args:
+        columns: Ids of the vocabulary on one rank.
+        tokens: Tokens of a micro-batch on one rank.
+        heads: (hidden size, dtype) of each teacher whose whole distribution is read; none with ``top_k``.
+        logits_bytes: As for ``activation_bytes``.
+    """
+    rows = sum(columns * hidden * ITEM_BYTES[dtype] for hidden, dtype in heads)
+    return rows + min(logits_bytes or CHUNK_BYTES, tokens * BUFFERS * columns * FLOAT_BYTES)
 
 
 def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tuple[list[float], list[float]]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
+from megarl.config.algorithms import reads_distribution, teacher_top_k
 from megarl.config.schema import OptimizerConfig, ParallelConfig
 from megarl.core.jobs import ProcessKind
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.memory.activation_bytes import activation_bytes
+from megarl.learn.memory.activation_bytes import activation_bytes, divergence_bytes
 from megarl.learn.memory.ledger import Ledger, human
 from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel.grid import megatron_grid, role_grids, roles_of
 from megarl.weights.architectures import ModelSizes, architecture
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.reshard.adapters import TrainedPart
 
 WIDTH = 11
@@ -64,6 +67,7 @@ def memory(config: Config, sizes: ModelSizes, ledger: Ledger) -> str:
     kept = activation_bytes(
         sizes, config.model, config.parallel, config.trainer.max_tokens_per_micro_batch, config.trainer.logits_bytes
     )
+    kept += _divergence(config, sizes)
     update, largest = ledger.most(Phase.UPDATE).total, ledger.largest()
     text = f"update {human(update)} of models and about {human(kept)} of activations"
     if largest.phase is not Phase.UPDATE and largest.total != update:
@@ -76,6 +80,18 @@ def memory(config: Config, sizes: ModelSizes, ledger: Ledger) -> str:
         fixes = "lower trainer.max_tokens_per_micro_batch, set model.recompute, or raise parallel.tp"
         text += f" (MORE THAN A DEVICE HAS: {fixes})"
     return text
+
+
+def _divergence(config: Config, sizes: ModelSizes) -> int:
+    """Return the bytes of a divergence from teachers in an update; 0 without one."""
+    if not reads_distribution(config.algorithm):
+        return 0
+    trainer, grid, heads = config.trainer, config.parallel, []
+    for teacher in config.teachers.values() if not teacher_top_k(config.algorithm) else ():
+        size = int(read_hf_config(Path(str(teacher.path)))["hidden_size"])
+        heads.append((size, config.model.head_dtype or teacher.dtype or config.model.dtype))
+    tokens = -(-trainer.max_tokens_per_micro_batch // grid.cp)
+    return divergence_bytes(sizes.vocab // grid.tp, tokens, heads, trainer.logits_bytes)
 
 
 def _adapters(config: Config, hf_config: Mapping[str, Any], algorithm: Algorithm) -> str:

@@ -83,9 +83,10 @@ class Inference:
             if self._heads is None:
                 self._heads = on_all_ranks(lambda: teacher_heads(self.models, settings.top_k))
             distributions = Distributions(self.models, self._heads, settings.top_k, sequences)
-        if self.models.teachers:
+        taught = list(self._taught(batch.updates, batch.teachers))
+        if taught:
             self.enter(Phase.TEACHERS)
-        for name, model, units in self._taught(batch.updates, batch.teachers):
+        for name, model, units in taught:
             on_all_ranks(lambda name=name, model=model: check_ids(sequences, self._config, name, model))  # type: ignore[misc]
             batches = [model.micro_batches(sequences, units)]
             # Every sequence has one teacher at most, so the sum is exact.

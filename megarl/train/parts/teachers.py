@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
 from megarl.config import Config
 from megarl.config.model_roles import teacher_of, teachers_at
+from megarl.config.schema import TeacherConfig
 from megarl.core.schema import TEACHER, Trajectory
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_parts import repeated
@@ -26,15 +28,17 @@ class Teachers(Part):
 
     def before_batch(self, state: TrainState, data: StepData) -> None:
         sources = self._reader.data_sources(data.trajectories)
+        now = teachers_at(self._teachers, state.step)
         data.trajectories = [
-            replace(each, metadata={**each.metadata, TEACHER: self._teacher_of(each, sources[each.task_id])})
+            replace(each, metadata={**each.metadata, TEACHER: self._teacher_of(each, sources[each.task_id], now)})
             for each in data.trajectories
         ]
 
-    def _teacher_of(self, trajectory: Trajectory, data_source: str) -> str | None:
-        """Return the teacher that has scored the trajectory, else the one that will."""
+    def _teacher_of(self, trajectory: Trajectory, data_source: str, now: Mapping[str, TeacherConfig]) -> str | None:
+        """Return the teacher that has scored the trajectory, else the one that will; None for a weight of 0."""
         scores = trajectory.teacher_scores
-        return teacher_of(self._teachers, data_source) if scores is None else scores.teacher
+        name = teacher_of(self._teachers, data_source) if scores is None else scores.teacher
+        return None if name is None or not now[name].weight else name
 
     def before_update(self, state: TrainState, batch: StepBatch) -> None:
         sequences = batch.sequences

@@ -28,6 +28,7 @@ class TaughtGroups(GroupPart):
         if counts := {each.teacher_scores.top_k for each in group if each.teacher_scores is not None} - {self._top_k}:
             return f"it has the {min(counts)} likeliest tokens of its teacher, not {self._top_k} (algorithm.top_k)"
         unscored = [each for each in group if each.teacher_scores is None and not lacks_reward(each, self._reward)]
-        sources = self._reader.data_sources(unscored) if unscored and self._urls else {}
-        names = self._urls & {teacher_of(self._teachers, source) for source in sources.values()}
+        asked = {name for name in self._urls if self._teachers[name].weight}
+        sources = self._reader.data_sources(unscored) if unscored and asked else {}
+        names = asked & {teacher_of(self._teachers, source) for source in sources.values()}
         return f"teachers.{min(names)} has not scored all its members" if names else None
