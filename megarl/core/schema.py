@@ -17,6 +17,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
+from megarl.core.outline import TokenBounds
+
 GREEDY = -1
 """Index of the greedy trajectory of a group. It is a baseline for the sampled ones, never trained on."""
 
@@ -208,9 +210,18 @@ class Turn:
     routing: np.ndarray | None = None
     """int8 or int16 [N, L, K] of a model's turn: ids of the K experts that the engine chose in each of L MoE layers. N
     counts the tokens of its line, without the last, that earlier turns have no routing for."""
+    bounds: TokenBounds | None = None
+    """Bounds of arrays that are not read (``outline.absent``); ``None`` for arrays that are."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def token_bounds(self) -> TokenBounds:
+        """Bounds of the arrays of a turn with tokens."""
+        found = self.bounds or TokenBounds.of(self.token_ids, self.logp)
+        assert found is not None, "the turn has tokens"
+        return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -414,6 +425,11 @@ class Trajectory:
                 for i in turns
             ]
         )
+
+    @property
+    def is_outline(self) -> bool:
+        """True if its arrays are not read yet."""
+        return any(turn.bounds is not None for turn in self.turns)
 
     @property
     def num_samples(self) -> int:
