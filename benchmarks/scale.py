@@ -56,6 +56,8 @@ MEMBERS = 8
 TOKENS = 32_768
 PACKET = 2
 """Groups that the explorer puts together: 4 MB."""
+REPEATS = 3
+"""Plans of the batch, of which the fastest counts: the others meet the garbage collector."""
 PART = 64 * 2**20
 VOCAB = 150_000
 STEP_S = 2_981.0
@@ -72,12 +74,17 @@ SQLITE, POSTGRES = "SQLite", "PostgreSQL"
 
 @dataclass
 class Cost:
-    """CPU seconds of all processes of a service in a step, bytes that pass through it, and seconds of the process on
-    which the step waits."""
+    """CPU seconds of all processes of a service in a step, bytes that pass through it, and the number of processes that
+    share them."""
 
     cpu: float = 0.0
     nbytes: int = 0
-    waited: float = 0.0
+    processes: int = 1
+
+    @property
+    def of_each(self) -> float:
+        """CPU seconds of one of the processes, for which the step may wait."""
+        return self.cpu / self.processes
 
 
 class Meter:
@@ -93,11 +100,10 @@ class Meter:
         Args:
             each: Number of processes that do this at the same time, one after the other here.
         """
-        found = self.costs.setdefault(name, Cost())
-        cpu, server, begun = time.process_time(), of_server(), time.perf_counter()
+        found = self.costs.setdefault(name, Cost(processes=each))
+        cpu, server = time.process_time(), of_server()
         yield found
         found.cpu += time.process_time() - cpu + of_server() - server
-        found.waited += (time.perf_counter() - begun) / each
 
 
 def server_seconds(folder: Path) -> float:
@@ -183,14 +189,16 @@ def of_store(meter: Meter, kind: str, ranks: int, tokens: int) -> None:
 
 def planned(meter: Meter, rows: Sequence[object], nodes: int) -> tuple[list[Trajectory], list[list[int]]]:
     """A rank's plan of the batch from outlines, with seconds of one rank; the trajectories of each node's ranks."""
-    if (name := "each rank plans the batch") in meter.costs:
-        del meter.costs[name]  # the second database gives the same
-    with meter.measuring(name):
-        verified = verify(outlines_of(rows), RewardConfig(), vocab_size=VOCAB)  # type: ignore[arg-type]
-        outlines = with_group_stats(verified.trajectories)
-        assert not verified.dropped
-        lengths = StepSamples(outlines, [], AlgorithmConfig()).lengths.tolist()
-        dealing = dealt(lengths, MicroBatching(dp=nodes, max_tokens=2 * TOKENS))
+    runs = Meter()
+    for run in range(REPEATS):
+        with runs.measuring(str(run)):
+            verified = verify(outlines_of(rows), RewardConfig(), vocab_size=VOCAB)  # type: ignore[arg-type]
+            outlines = with_group_stats(verified.trajectories)
+            assert not verified.dropped
+            lengths = StepSamples(outlines, [], AlgorithmConfig()).lengths.tolist()
+            dealing = dealt(lengths, MicroBatching(dp=nodes, max_tokens=2 * TOKENS))
+    fastest = min(runs.costs.values(), key=lambda cost: cost.cpu)
+    meter.costs["each rank plans the batch"] = fastest  # of either database
     shares = [[number for batch in batches for number in batch] for batches in dealing]
     return outlines, shares
 
@@ -233,7 +241,7 @@ def of_channel(meter: Meter, ranks: int, folder: Path) -> None:
 
 def scaled(cost: Cost, factor: float) -> None:
     """Take the costs of some rounds for those of a step."""
-    cost.cpu, cost.nbytes, cost.waited = cost.cpu * factor, int(cost.nbytes * factor), cost.waited * factor
+    cost.cpu, cost.nbytes = cost.cpu * factor, int(cost.nbytes * factor)
 
 
 def of_engines(meter: Meter, engines: int, folder: Path) -> None:
@@ -337,22 +345,28 @@ def say(text: page.Text, found: dict[int, dict[str, Cost]], tokens: int) -> None
             text.say(f"| {name} | " + " | ".join(f"{n:,}" for n in own) + f" | {exponent(sizes, own)} |")
     text.say("")
     text.say(
-        f"Seconds that a step waits at {largest:,} ranks, beside the {STEP_S:,.0f} s of a step of DeepSeek-V3 "
-        "(`megarl plan`). Work that every rank or node does for itself at the same time counts once:"
+        f"CPU seconds of one process at {largest:,} ranks, beside the {STEP_S:,.0f} s of a step of DeepSeek-V3 "
+        "(`megarl plan`). Explorer and supervisors work while the step goes on:"
     )
     text.say("")
     text.say("| service | seconds | share of the step |")
     text.say("|---|---:|---:|")
-    for name in sorted(names, key=lambda name: -found[largest][name].waited):
-        waited = found[largest][name].waited
-        text.say(f"| {name} | {waited:.2f} | {waited / STEP_S:.2%} |")
+    for name in sorted(names, key=lambda name: -found[largest][name].of_each):
+        seconds = found[largest][name].of_each
+        text.say(f"| {name} | {seconds:.2f} | {seconds / STEP_S:.2%} |")
+    of_node = found[largest][f"nodes read their arrays ({SQLITE})"]
+    text.say("")
+    text.say(
+        f"A node reads {of_node.nbytes // of_node.processes:,} bytes of arrays, 1/{of_node.processes} of the step's; "
+        "its ranks hold all of them; rank 0 reads the rows without arrays once."
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
     parser.add_argument("--tokens", type=int, default=TOKENS, help="most tokens of a trajectory")
-    parser.add_argument("--databases", nargs="+", default=(SQLITE, POSTGRES))
+    parser.add_argument("--databases", nargs="+", default=(SQLITE, POSTGRES), help="SQLite first")
     parser.add_argument("--write", action="store_true", help="also write the tables into docs/benchmarks/scale.md")
     options = parser.parse_args()
     logging.disable(logging.WARNING)
