@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from megarl.buffer.order.replay import Replayed
-from megarl.buffer.store import Store
+from megarl.buffer.store import Store, is_outline
 from megarl.buffer.store.codec import trajectory_to_row
 from megarl.core.errors import DiskFullError, FencedError, JobError, StoreDamagedError
 from megarl.core.schema import Trajectory
@@ -107,7 +107,7 @@ def rollout(rank: int, nodes: list[str], url: str) -> dict[str, Any]:
     rows.load_tensors = lambda data: (loaded.append(len(data)), load(data))[1]  # type: ignore[func-returns-value]
     rollouts = reading.RolloutReader(reader, store, lambda: False)
     found, metrics = rollouts.take(lambda: store.groups.take(GROUPS, step=0)), rollouts.metrics(lambda: ["r0"])
-    assert found is not None and all(e.is_outline for e in found)
+    assert found is not None and all(is_outline(e) for e in found)
     groups = list(dict.fromkeys(e.group_id for e in found))
     again = rollouts.replayed(lambda: [Replayed(group, 1, 2) for group in groups[2:4]])
     assert again is not None

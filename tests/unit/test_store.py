@@ -30,6 +30,7 @@ from megarl.buffer.store import (
     UsedGroup,
     check_url,
     database,
+    is_outline,
     journal,
     outlines_of,
     with_arrays,
@@ -644,14 +645,14 @@ def test_an_outline_has_all_but_the_values_of_arrays(store: Store, written: str)
         store.database.write(lambda connection, again: connection.execute(rows))
     [wanted, _] = store.groups.read(["r0/0"])
     [found, _] = outlines_of(store.groups.outline_rows(["r0/0"]))
-    assert found.is_outline and not wanted.is_outline
+    assert is_outline(found) and not is_outline(wanted)
     for turn, full in zip(found.turns, wanted.turns, strict=True):
         assert turn.token_bounds == full.token_bounds and len(turn) == len(full) and turn.spans == full.spans
         assert set(turn.token_ids.tolist()) == {-1}, "nothing reads it"
     arrays = store.groups.arrays({"r0/0": [0]})
     assert list(arrays) == [("r0/0", 0)]
     filled = with_arrays(found, arrays["r0/0", 0])
-    assert not filled.is_outline and trajectory_to_row(filled) == trajectory_to_row(wanted)
+    assert not is_outline(filled) and trajectory_to_row(filled) == trajectory_to_row(wanted)
     damaged = {name: array[::-1] - 1 for name, array in arrays["r0/0", 0].items()}
     with pytest.raises(StoreDamagedError, match="trajectory 0 of group r0/0 are not those"):
         with_arrays(found, damaged)

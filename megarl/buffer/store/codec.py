@@ -18,7 +18,6 @@ from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
 from megarl.core.errors import DataError, StoreDamagedError
-from megarl.core.outline import TokenBounds, absent
 from megarl.core.schema import (
     End,
     GroupStats,
@@ -27,6 +26,7 @@ from megarl.core.schema import (
     Segment,
     Task,
     TeacherScores,
+    TokenBounds,
     Trajectory,
     Turn,
     WeightsSpan,
@@ -157,7 +157,7 @@ def has_bounds(record: str) -> bool:
 
 
 def outline_from_row(row: OutlineRow) -> Trajectory:
-    """Return the trajectory in a row whose record has ``BOUNDS``, with ``absent`` arrays."""
+    """Return the trajectory in a row whose record has ``BOUNDS``, with arrays that have only a shape."""
     record = json.loads(row.record)
     outline = _trajectory(row, record, _absent(record))
     bounds = (found and TokenBounds(*found) for found in record[BOUNDS])
@@ -165,8 +165,13 @@ def outline_from_row(row: OutlineRow) -> Trajectory:
     return replace(outline, turns=turns)
 
 
+def is_outline(trajectory: Trajectory) -> bool:
+    """Return True if the trajectory's arrays are not read yet."""
+    return any(turn.bounds is not None for turn in trajectory.turns)
+
+
 def with_arrays(outline: Trajectory, tensors: Mapping[str, np.ndarray]) -> Trajectory:
-    """Return an outline with the arrays in ``tensors``; expert ids only of turns that have ``absent`` ones.
+    """Return an outline with the arrays in ``tensors``; expert ids only of turns that have some.
 
     Raises StoreDamagedError if the arrays are not those that the record describes.
     """
@@ -191,17 +196,22 @@ def with_arrays(outline: Trajectory, tensors: Mapping[str, np.ndarray]) -> Traje
     return replace(outline, turns=tuple(turns), teacher_scores=scores)
 
 
+def _no_array(dtype: str, *shape: int) -> np.ndarray:
+    """Make a read-only array of this shape that takes no memory; every value is -1."""
+    return np.broadcast_to(np.array(-1, dtype), shape)
+
+
 def _absent(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the tensors of a row with this record, ``absent``."""
+    """Return tensors with the shapes of those in a row with this record."""
     tokens = sum(turn[LENGTH] for turn in record["turns"])
-    found = {"token_ids": absent("int32", tokens), "logp": absent("float32", tokens)}
+    found = {"token_ids": _no_array("int32", tokens), "logp": _no_array("float32", tokens)}
     if "routing" in record:
         dtype, *layout = record["routing_layout"]
-        found["routing"] = absent(dtype, sum(filter(None, record["routing"])), *layout)
+        found["routing"] = _no_array(dtype, sum(filter(None, record["routing"])), *layout)
     if "scored_by" in record:
         number, k = sum(turn[LENGTH] for turn in record["turns"] if turn[0] == "model"), record["top_k"]
-        found |= {"teacher_logp": absent("float32", number), "teacher_ids": absent("int32", number, k)}
-        found["teacher_logps"] = absent("float32", number, k)
+        found |= {"teacher_logp": _no_array("float32", number), "teacher_ids": _no_array("int32", number, k)}
+        found["teacher_logps"] = _no_array("float32", number, k)
     return found
 
 

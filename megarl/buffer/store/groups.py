@@ -262,7 +262,7 @@ class GroupTable:
 
 
 def outlines_of(rows: Sequence[OutlineRow]) -> list[Trajectory]:
-    """Return the trajectories of ``GroupTable.outline_rows`` as ``read`` does, with ``absent`` arrays."""
+    """Return the trajectories of ``GroupTable.outline_rows`` as ``read`` does, with arrays that have only a shape."""
     return _with_greedy([outline_from_row(row) for row in rows])
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from megarl.buffer.order.draws import ExpertRow
+from megarl.buffer.store import is_outline
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import LARGEST_LAG, FinishReason, TrainingSample, Trajectory, WeightsVersion, name_of
@@ -161,7 +162,7 @@ class StepSamples:
             if numbers.isdisjoint(members):
                 continue
             trajectory = self.held.get(place, self.trajectories[place])
-            assert not trajectory.is_outline, f"the arrays of {name_of(trajectory)} are not read"
+            assert not is_outline(trajectory), f"the arrays of {name_of(trajectory)} are not read"
             samples = current(list(trajectory.samples(self.lags)), self.settings)
             yield from (sample for number, sample in zip(members, samples, strict=True) if number in numbers)
 

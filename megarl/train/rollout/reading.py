@@ -16,9 +16,7 @@ import torch.distributed as dist
 from megarl.buffer.experience import by_group
 from megarl.buffer.order.draws import ExpertRow
 from megarl.buffer.order.replay import Replayed
-from megarl.buffer.store import Store, outlines_of, with_arrays
-from megarl.buffer.store.codec import OutlineRow
-from megarl.buffer.store.groups import PART_BYTES
+from megarl.buffer.store import PART_BYTES, OutlineRow, Store, is_outline, outlines_of, with_arrays
 from megarl.config.model_roles import teacher_of
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import JobError, MegarlError, describe
@@ -56,7 +54,7 @@ class NodeReader:
         nodes: list[str] = [""] * self._world
         dist.all_gather_object(nodes, machine())
         ranks = [rank for rank, where in enumerate(nodes) if where == machine()]
-        # Only the node's own ranks wait for each other: else each group would cost a barrier of the world.
+        # A node's ranks make their own group alone: else every rank takes part in the groups of all nodes, in turn.
         self._group = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True)
         self._reader = ranks[0]
 
@@ -208,13 +206,13 @@ class RolloutReader:
 
         With several ranks, arrays are read-only: a node has one copy.
         """
-        wanted = {(each.group_id, each.index): nbytes_of(each) for each in trajectories if each.is_outline}
+        wanted = {(each.group_id, each.index): nbytes_of(each) for each in trajectories if is_outline(each)}
         sizes = {key: size for of_rank in self._reader.of_node(wanted) for key, size in of_rank.items()}
         parts = parts_of(dict(sorted(sizes.items())), PART_BYTES)
         found = self._reader.read(lambda: map(self._store.groups.arrays, parts), nbytes=lambda: sum(sizes.values()))
         assert found is not None, "nothing here looks at the stop request"
         arrays = {key: tensors for part in found for key, tensors in part.items()}
-        return [with_arrays(e, arrays[e.group_id, e.index]) if e.is_outline else e for e in trajectories]
+        return [with_arrays(e, arrays[e.group_id, e.index]) if is_outline(e) else e for e in trajectories]
 
     def images(self, trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
         """Return digest -> file for each image in the trajectories' turns."""
