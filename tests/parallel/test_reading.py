@@ -203,6 +203,8 @@ def test_a_node_reads_the_arrays_of_its_ranks_alone(url: str) -> None:
     assert not any(got["writeable"] for got in ranks)
     alone = run_grid(1, rollout, ["a"], url)
     assert alone[0]["held"] == ranks[0]["held"] and mmap.mmap not in alone[0]["memories"], "as they were read"
+    for rank, got in enumerate(run_grid(4, rollout, ["a", "b", "c", "d"], url)):
+        assert got["loaded"] == sum(sizes[key_of(e)] for e in held_by(rank, every)), "a node of one rank"
 
 
 def key_of(trajectory: Trajectory) -> tuple[str, int]:
