@@ -161,7 +161,7 @@ def steps_after(number: int) -> dict[str, float]:
         ids, done = store.tasks.ids("train"), number // ASKED
         for step in range(done):
             store.rollouts.request(f"train-{step:06d}", "train", step, VERSION, ids, 1, {})
-        with store._database._writer.begin() as connection:  # as if each had been claimed, put and recorded
+        with store.database._writer.begin() as connection:  # as if each had been claimed, put and recorded
             used = GROUPS.update().where(ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
             connection.execute(used.values(state="consumed", used_by=ROLLOUTS.c.step + 1, ended_at=0.0))
             rows = [trajectory_to_row(answers(claim)[0]) for claim in claims_on(done, ids[0])]
@@ -234,7 +234,7 @@ def throughput() -> tuple[dict[str, float], int]:
             clock.call("", store.journal.record_step, step + 1, {}, Used(tuple(groups)))
             assert sum(len(one.turns[1].token_ids) for one in read) == GROUPS_A_STEP * MEMBERS * LONG
             found["taken"] = found.get("taken", 0.0) + clock.elapsed - before
-        database = store._database._writer.url.database
+        database = store.database._writer.url.database
         size = sum(path.stat().st_size for path in Path(str(database)).parent.iterdir())
     return {name: seconds / total for name, seconds in found.items()}, size // total
 
@@ -255,7 +255,7 @@ def plans() -> list[tuple[str, str]]:
     with opened() as store:
         store.tasks.add("train", tasks("train", ASKED))
         statements: list[tuple[str, Any]] = []
-        for engine in (store._database._reader, store._database._writer):
+        for engine in (store.database._reader, store.database._writer):
             event.listen(
                 engine, "before_cursor_execute", lambda c, cursor, text, values, *_: statements.append((text, values))
             )
@@ -263,7 +263,7 @@ def plans() -> list[tuple[str, str]]:
         def looked(name: str, function: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
             statements.clear()
             result = function(*arguments, **settings)
-            with sqlite3.connect(str(store._database._writer.url.database)) as database:
+            with sqlite3.connect(str(store.database._writer.url.database)) as database:
                 for text, values in statements:
                     if text.startswith(("SELECT", "UPDATE", "DELETE", "WITH")) and not isinstance(values, list):
                         for row in database.execute(f"explain query plan {text}", values):

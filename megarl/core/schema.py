@@ -183,6 +183,31 @@ class WeightsSpan:
     version: WeightsVersion
 
 
+class TokenBounds(NamedTuple):
+    """Bounds of the values in a turn's arrays, from which a turn is checked without its arrays."""
+
+    smallest: int
+    """Smallest token id."""
+    largest: int
+    """Largest token id."""
+    at: int = -1
+    """Token with the first non-finite log-prob, else with the largest; -1 without log-probs."""
+    logp: str = ""
+    """The log-prob of token ``at`` as text, because JSON has no NaN."""
+
+    @classmethod
+    def of(cls, token_ids: np.ndarray, logp: np.ndarray | None) -> TokenBounds | None:
+        """Compute the bounds of a turn's arrays; None for a turn without tokens."""
+        if not len(token_ids):
+            return None
+        ids = int(token_ids.min()), int(token_ids.max())
+        if logp is None or not len(logp):
+            return cls(*ids)
+        finite = np.isfinite(logp)
+        at = int(np.argmax(logp) if finite.all() else np.argmin(finite))
+        return cls(*ids, at, str(logp[at]))
+
+
 @dataclass(frozen=True, eq=False)
 class Turn:
     """Tokens that one author wrote, exactly as the engine processed them."""
@@ -208,9 +233,18 @@ class Turn:
     routing: np.ndarray | None = None
     """int8 or int16 [N, L, K] of a model's turn: ids of the K experts that the engine chose in each of L MoE layers. N
     counts the tokens of its line, without the last, that earlier turns have no routing for."""
+    bounds: TokenBounds | None = None
+    """Bounds of arrays that are not read and have their shape alone; ``None`` for arrays that are read."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def token_bounds(self) -> TokenBounds:
+        """Bounds of the arrays of a turn with tokens."""
+        found = self.bounds or TokenBounds.of(self.token_ids, self.logp)
+        assert found is not None, "the turn has tokens"
+        return found
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,7 +52,12 @@ def services_of(rank: TrainerRank) -> Services:
     )
     repairs = (WrittenCheckpoints(rank.checkpoints), ReplacedEngines(weights, rank.ranks))
     wait = RolloutWaiter(*place, repairs).wait
-    reader = RolloutReader(NodeReader(rank.timeout_s + config.store.outage_s), rank.store, lambda: rank.ranks.stopping)
+    reader = RolloutReader(
+        NodeReader(rank.timeout_s + config.store.outage_s),
+        rank.store,
+        lambda: rank.ranks.stopping,
+        whole=bool(config.buffer.operators),
+    )
     in_front = Evaluation(rank.context, rank.store, rank.reporter, wait)
     evaluation: Evaluates = in_front
     if config.trainer.eval_engines:

@@ -62,7 +62,13 @@ class OnlineSteps:
             for part in self.parts:
                 part.before_batch(state, data)
             with phase("batch"):
-                batch = rank.learner.batch_of(data.trajectories, data.demonstrations, data.groups.lags, data.images)
+                batch = rank.learner.batch_of(
+                    data.trajectories,
+                    data.demonstrations,
+                    data.groups.lags,
+                    data.images,
+                    self.services.reader.with_arrays,
+                )
                 data.clear()
             with phase("inference"):
                 rank.inference.fill(batch)

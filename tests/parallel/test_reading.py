@@ -1,5 +1,5 @@
-"""One rank of each node reads the store; all ranks have the same trajectories and the same error. The arrays lie once a
-node."""
+"""Rank 0 reads rows without arrays, one rank of each node the arrays that its ranks hold; all ranks have the same
+trajectories and the same error. The arrays lie once a node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from megarl.buffer.order.replay import Replayed
-from megarl.buffer.store import Store
+from megarl.buffer.store import Store, is_outline
+from megarl.buffer.store.codec import trajectory_to_row
 from megarl.core.errors import DiskFullError, FencedError, JobError, StoreDamagedError
 from megarl.core.schema import Trajectory
 from tests.parallel.grid import run_grid
@@ -84,41 +85,60 @@ def memory_of(array: np.ndarray) -> Any:
 
 
 def arrays_of(trajectories: list[Trajectory]) -> list[np.ndarray]:
-    """Arrays of trajectories and of their greedy answers."""
-    every = [*trajectories, *(e.greedy for e in trajectories if e.greedy is not None)]
-    found = [getattr(turn, name) for e in every for turn in e.turns for name in ARRAYS]
+    """Arrays of trajectories."""
+    found = [getattr(turn, name) for e in trajectories for turn in e.turns for name in ARRAYS]
     return [array for array in found if array is not None]
 
 
+def held_by(rank: int, trajectories: list[Trajectory]) -> list[Trajectory]:
+    """The trajectories that a rank takes: two neighbours share some."""
+    return trajectories[rank * 4 : rank * 4 + 6]
+
+
 def rollout(rank: int, nodes: list[str], url: str) -> dict[str, Any]:
-    """What a rank has of ``take`` and ``replayed``, and how it came there."""
+    """What a rank has of ``take``, ``replayed`` and ``with_arrays``, and how it came there."""
     from megarl.buffer.store import groups as rows
-    from megarl.train.rollout.reading import RolloutReader
+    from megarl.train.rollout import reading
 
     reader, store = joined(rank, nodes), Store(url)
-    store.groups.parts = lambda ids: [ids[:5], ids[5:6], ids[6:]]  # type: ignore[method-assign, assignment, misc]
-    decoded: list[int] = []
-    decode = rows.trajectory_from_row
-    rows.trajectory_from_row = lambda row: (decoded.append(len(row.tensors) + len(row.record)), decode(row))[1]  # type: ignore[func-returns-value]
-    rollouts = RolloutReader(reader, store, lambda: False)
+    reading.PART_BYTES = 1000
+    loaded: list[int] = []
+    load = rows.load_tensors
+    rows.load_tensors = lambda data: (loaded.append(len(data)), load(data))[1]  # type: ignore[func-returns-value]
+    rollouts = reading.RolloutReader(reader, store, lambda: False)
     found, metrics = rollouts.take(lambda: store.groups.take(GROUPS, step=0)), rollouts.metrics(lambda: ["r0"])
-    assert found is not None
-    read = sum(decoded)
+    assert found is not None and all(is_outline(e) for e in found)
     groups = list(dict.fromkeys(e.group_id for e in found))
     again = rollouts.replayed(lambda: [Replayed(group, 1, 2) for group in groups[2:4]])
     assert again is not None
-    memories = [
-        {id(memory): type(memory) for memory in map(memory_of, arrays_of(each))} for each in (found, again[0][1])
-    ]
+    outlined = sum(loaded)
+    held = rollouts.with_arrays(held_by(rank, found))
+    assert all(one is other for one, other in zip(rollouts.with_arrays(held), held, strict=True))
+    memories = {id(memory): type(memory) for memory in map(memory_of, arrays_of(held))}
     return {
-        "trajectories": pickle.dumps([plain(e) for e in found]),
-        "replayed": pickle.dumps([plain(e) for _, group in again for e in group]),
+        "outlines": repr([facts(e) for e in found]),
+        "replayed": repr([facts(e) for _, group in again for e in group]),
+        "held": repr([plain(replace(e, greedy=None)) for e in held]),
         "metrics": metrics,
-        "decoded": read,
+        "outlined": outlined,
+        "loaded": sum(loaded),
         "shared_greedy": len({id(e.greedy) for e in found}) == GROUPS,
-        "memories": [list(memory.values()) for memory in memories],
-        "writeable": any(array.flags.writeable for array in arrays_of(found)),
+        "memories": list(memories.values()),
+        "writeable": any(array.flags.writeable for array in arrays_of(held)),
     }
+
+
+def facts(trajectory: Trajectory) -> Any:
+    """All that a trajectory holds but its values: those of arrays by their shape and type."""
+    found = plain(trajectory)
+    greedy = None if trajectory.greedy is None else facts(trajectory.greedy)
+    turns = [
+        vars(turn)
+        | {name: values(getattr(turn, name)) and values(getattr(turn, name))[:2] for name in ARRAYS}
+        | {"bounds": turn.token_bounds}
+        for turn in trajectory.turns
+    ]
+    return found | {"turns": turns, "greedy": greedy}
 
 
 FAULTS = ("damaged", "fenced", "driver", "disk", "room", "stop")
@@ -158,29 +178,37 @@ def read_with(reader: Any, rank: int, fault: str) -> Any:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def test_one_rank_of_each_node_reads_and_all_have_the_same(url: str) -> None:
+def test_a_node_reads_the_arrays_of_its_ranks_alone(url: str) -> None:
     store = Store(url)
     every = store.groups.trajectories("r0")
     groups = list(dict.fromkeys(e.group_id for e in every))[2:4]
-    wanted, metrics = pickle.dumps([plain(e) for e in every]), store.rollouts.metrics("r0")
-    again = pickle.dumps([plain(e) for e in every if e.group_id in groups])
+    outlines, metrics = repr([facts(e) for e in every]), store.rollouts.metrics("r0")
+    again = repr([facts(e) for e in every if e.group_id in groups])
+    sizes = {key_of(e): len(trajectory_to_row(e)["tensors"]) for e in every}
     store.close()
     ranks = run_grid(4, rollout, NODES, url)
-    assert [got["trajectories"] == wanted for got in ranks] == [True] * 4
+    assert [got["outlines"] == outlines for got in ranks] == [True] * 4
     assert [got["replayed"] == again for got in ranks] == [True] * 4
+    for rank, got in enumerate(ranks):
+        assert got["held"] == repr([plain(replace(e, greedy=None)) for e in held_by(rank, every)])
     assert [got["metrics"] for got in ranks] == [metrics] * 4
-    assert [got["decoded"] > 0 for got in ranks] == [True, False, True, False]
-    assert ranks[0]["decoded"] == ranks[2]["decoded"]
+    assert [got["outlined"] for got in ranks] == [0] * 4, "lengths and rewards need no arrays"
+    shares = [
+        {key_of(e) for rank in range(4) if NODES[rank] == node for e in held_by(rank, every)} for node in ("a", "b")
+    ]
+    wanted = [sum(sizes[key] for key in share) for share in shares]
+    assert [got["loaded"] for got in ranks] == [wanted[0], 0, wanted[1], 0], "each array of the share once"
     assert all(got["shared_greedy"] for got in ranks)
-    assert [got["memories"] for got in ranks] == [[[mmap.mmap]] * 2] * 4, (
-        "all arrays of a call are views of one mapping"
-    )
+    assert [got["memories"] for got in ranks] == [[mmap.mmap]] * 4, "all arrays of a call are views of one mapping"
     assert not any(got["writeable"] for got in ranks)
     alone = run_grid(1, rollout, ["a"], url)
-    assert alone[0]["trajectories"] == wanted and mmap.mmap not in alone[0]["memories"][0], "as they were read"
-    assert sum(got["decoded"] for got in run_grid(4, rollout, ["a"] * 4, url)) == alone[0]["decoded"], (
-        "four ranks of a node read as much as one"
-    )
+    assert alone[0]["held"] == ranks[0]["held"] and mmap.mmap not in alone[0]["memories"], "as they were read"
+    for rank, got in enumerate(run_grid(4, rollout, ["a", "b", "c", "d"], url)):
+        assert got["loaded"] == sum(sizes[key_of(e)] for e in held_by(rank, every)), "a node of one rank"
+
+
+def key_of(trajectory: Trajectory) -> tuple[str, int]:
+    return trajectory.group_id, trajectory.index
 
 
 PARTS, PART_TOKENS = 16, 2**20

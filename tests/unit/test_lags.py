@@ -219,7 +219,9 @@ def test_replayed_groups_have_their_own_lags_and_tokens_add_up(tmp_path: Path, s
         assert len(found.trajectories) == GROUPS * SIZE and found.account == SampleAccount(
             Amount(GROUPS * SIZE, total), {}
         )
-        batch = make_batch(found.trajectories, [], GRPO, config.algorithm, 1, found.lags)
+        batch = make_batch(
+            found.trajectories, [], GRPO, config.algorithm, 1, found.lags, with_arrays=job.reader.with_arrays
+        )
         assert found.account.metrics(batch.trained, batch.excluded)["rollout/tokens/trained"] == total
         wanted = {number - int(e.rollout_id[-6:]) for e in found.trajectories}
         lags = batch.sequences.lag
@@ -259,7 +261,7 @@ def test_tokens_of_dropped_groups_are_excluded_by_their_reason(tmp_path: Path) -
     for number in range(4):
         found = job.step(number)
         assert found.lags is None
-        batch = make_batch(found.trajectories, [], GRPO, config.algorithm, 1)
+        batch = make_batch(found.trajectories, [], GRPO, config.algorithm, 1, with_arrays=job.reader.with_arrays)
         found.account.metrics(batch.trained, batch.excluded)
         asked = [g for g in found.used.consumed] + list(found.used.dropped)
         read = {e.group_id: e.response_length for e in job.store.groups.read(asked)}

@@ -129,7 +129,8 @@ class ReplayJob:
         if not self.store.tasks.ids("train"):
             self.store.tasks.add("train", [make_task(i) for i in range(40)])
         context = RunContext(config, path, 1, 0)
-        reader = RolloutReader(NodeReader(), self.store, lambda: False)
+        operates = bool(config.buffer.operators)
+        self.reader = reader = RolloutReader(NodeReader(), self.store, lambda: False, whole=operates)
         self.rollouts = Rollouts(
             context, algorithms.get("grpo"), self.store, Reporter(context, self.store), reader, self._answered, 64
         )

@@ -21,12 +21,26 @@ import sqlalchemy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.buffer.store import OWN_SERVER, Claim, EndedGroup, Store, Used, UsedGroup, check_url, database, journal
+from megarl.buffer.store import (
+    OWN_SERVER,
+    Claim,
+    EndedGroup,
+    Store,
+    Used,
+    UsedGroup,
+    check_url,
+    database,
+    is_outline,
+    journal,
+    outlines_of,
+    with_arrays,
+)
 from megarl.buffer.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.buffer.store.database import shown
+from megarl.buffer.store.tables import TRAJECTORIES
 from megarl.buffer.store.workers import Silence
 from megarl.config import compose
-from megarl.core.errors import ConfigError, DataError, FencedError, JobError
+from megarl.core.errors import ConfigError, DataError, FencedError, JobError, StoreDamagedError
 from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest
 from megarl.run.job_store import without_password
 from tests.stores import VERSION, WRITES, finish, make_task, make_trajectory, request, rows
@@ -619,6 +633,31 @@ def test_a_rollout_is_read_in_parts_of_limited_size(store: Store) -> None:
     assert store.groups.array_bytes([*ids[:2], "none"]) == {"r0/0": size, "r0/1": size}
 
 
+@pytest.mark.parametrize("written", ["now", "by an earlier version"])
+def test_an_outline_has_all_but_the_values_of_arrays(store: Store, written: str) -> None:
+    request(store, groups=1)
+    [claim] = store.groups.claim("a", 1)
+    finish(store, claim)
+    if written != "now":
+        rows = TRAJECTORIES.update().values(
+            record=sqlalchemy.func.replace(TRAJECTORIES.c.record, "token_bounds", "other")
+        )
+        store.database.write(lambda connection, again: connection.execute(rows))
+    [wanted, _] = store.groups.read(["r0/0"])
+    [found, _] = outlines_of(store.groups.outline_rows(["r0/0"]))
+    assert is_outline(found) and not is_outline(wanted)
+    for turn, full in zip(found.turns, wanted.turns, strict=True):
+        assert turn.token_bounds == full.token_bounds and len(turn) == len(full) and turn.spans == full.spans
+        assert set(turn.token_ids.tolist()) == {-1}, "nothing reads it"
+    arrays = store.groups.arrays({"r0/0": [0]})
+    assert list(arrays) == [("r0/0", 0)]
+    filled = with_arrays(found, arrays["r0/0", 0])
+    assert not is_outline(filled) and trajectory_to_row(filled) == trajectory_to_row(wanted)
+    damaged = {name: array[::-1] - 1 for name, array in arrays["r0/0", 0].items()}
+    with pytest.raises(StoreDamagedError, match="trajectory 0 of group r0/0 are not those"):
+        with_arrays(found, damaged)
+
+
 def test_the_success_of_tasks_is_that_of_their_newest_used_group(store: Store) -> None:
     """Of four samples so many are right; None is an error, and a greedy answer is no sample."""
     for step, right in ((1, [4, 1]), (2, [2, 0, None])):
@@ -715,8 +754,10 @@ def test_every_write_is_in_the_table_of_writes(store: Store) -> None:
         "experts.read",
         "experts.scored_trajectories",
         "groups.array_bytes",
+        "groups.arrays",
         "groups.ids",
         "groups.images",
+        "groups.outline_rows",
         "groups.parts",
         "groups.read",
         "groups.states",

@@ -15,8 +15,10 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from safetensors.numpy import load as load_tensors
 
-from megarl.buffer.store.codec import trajectory_from_row, trajectory_to_row
+from megarl.buffer.store import OutlineRow, is_outline, with_arrays
+from megarl.buffer.store.codec import outline_from_row, trajectory_from_row, trajectory_to_row
 from megarl.config import compose
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError, DataError, JobError
@@ -26,6 +28,7 @@ from megarl.rewards import model_server
 from megarl.rewards.teacher_server import TeacherServers, check_teacher_servers
 from megarl.run.launch.joining import differences
 from megarl.run.run_dir.changes import Change
+from megarl.train.rollout.reading import nbytes_of
 from tests.trajectories import VERSION, one_turn
 from tests.unit.small_job import config_of, refused
 
@@ -132,7 +135,11 @@ def test_one_request_scores_a_line() -> None:
 
 def test_each_token_in_its_own_context_through_the_store() -> None:
     [found] = taught(Server(), [two_lines()], top_k=2)
-    found = trajectory_from_row(SimpleNamespace(**trajectory_to_row(found)))
+    row = trajectory_to_row(found)
+    outline = outline_from_row(OutlineRow(**{name: value for name, value in row.items() if name != "tensors"}))
+    assert is_outline(outline) and nbytes_of(outline) == nbytes_of(found)
+    found = with_arrays(outline, load_tensors(row["tensors"]))
+    assert trajectory_to_row(found) == row == trajectory_to_row(trajectory_from_row(SimpleNamespace(**row)))
     scores = found.teacher_scores
     assert scores is not None and scores.logp.dtype == scores.logps.dtype == np.float32 and scores.ids.dtype == np.int32
     wanted = [([1, 2], 3), ([1, 2, 3], 4), ([1, 2, 3, 4, 7, 7, 7], 5), ([8, 9, 10], 6), ([8, 9, 10, 6], 11)]

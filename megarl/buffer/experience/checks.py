@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
 from megarl.core.schema import Trajectory, Turn
 
@@ -38,11 +38,11 @@ def _order_fault(turn: Turn, i: int) -> str | None:
 
 
 def _token_fault(turn: Turn, vocab_size: int) -> str | None:
-    ids = turn.token_ids
-    if len(ids) == 0:
+    if len(turn) == 0:
         return "it has no tokens"
-    if ids.min() < 0 or ids.max() >= vocab_size:
-        return f"it has ids {ids.min()}..{ids.max()}, the vocabulary has {vocab_size}"
+    smallest, largest, *_ = turn.token_bounds
+    if smallest < 0 or largest >= vocab_size:
+        return f"it has ids {smallest}..{largest}, the vocabulary has {vocab_size}"
     return None
 
 
@@ -50,9 +50,9 @@ def _logp_fault(turn: Turn) -> str | None:
     logp = turn.logp
     if logp is None or len(logp) != len(turn):
         return f"it has {0 if logp is None else len(logp)} log-probs for {len(turn)} tokens"
-    if not np.isfinite(logp).all() or logp.max() > LARGEST_LOGP:
-        token = int(np.argmax(~np.isfinite(logp) | (logp > LARGEST_LOGP)))
-        return f"{logp[token]} at token {token} is not a log-probability"
+    bounds = turn.token_bounds
+    if not float(bounds.logp) <= LARGEST_LOGP or math.isinf(float(bounds.logp)):
+        return f"{bounds.logp} at token {bounds.at} is not a log-probability"
     return None if turn.finish_reason is not None else "it has no finish reason"
 
 

@@ -1,9 +1,11 @@
 """The SQL store: the only state shared by explorer and trainer."""
 
 from megarl.buffer.store.claims import Claim, EndedGroup
+from megarl.buffer.store.codec import OutlineRow, is_outline, with_arrays
 from megarl.buffer.store.database import OWN_SERVER, VARIABLE, check_url, sqlite_file
 from megarl.buffer.store.engines import EngineRoom
 from megarl.buffer.store.experts import ExpertExperience, ImportedSource
+from megarl.buffer.store.groups import PART_BYTES, outlines_of
 from megarl.buffer.store.journal import NOTHING_USED, Used
 from megarl.buffer.store.late import AwaitingReward, GivenReward, Rewarded
 from megarl.buffer.store.pacing import UnusedGroup
@@ -15,6 +17,7 @@ __all__ = [
     "AwaitingReward",
     "NOTHING_USED",
     "OWN_SERVER",
+    "PART_BYTES",
     "VARIABLE",
     "Claim",
     "EndedGroup",
@@ -23,6 +26,7 @@ __all__ = [
     "GivenReward",
     "Glance",
     "ImportedSource",
+    "OutlineRow",
     "Rewarded",
     "Selection",
     "Store",
@@ -31,5 +35,8 @@ __all__ = [
     "Used",
     "UsedGroup",
     "check_url",
+    "is_outline",
+    "outlines_of",
     "sqlite_file",
+    "with_arrays",
 ]

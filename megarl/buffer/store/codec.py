@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from megarl.core.errors import DataError
+from megarl.core.errors import DataError, StoreDamagedError
 from megarl.core.schema import (
     End,
     GroupStats,
@@ -26,15 +26,32 @@ from megarl.core.schema import (
     Segment,
     Task,
     TeacherScores,
+    TokenBounds,
     Trajectory,
     Turn,
     WeightsSpan,
     WeightsVersion,
+    name_of,
     routing_of,
 )
 
 GIVEN_LATER = "given_later"
 """Metadata key of a trajectory with a reward given after its group was sampled."""
+BOUNDS = "token_bounds"
+"""Key of a trajectory's record: ``TokenBounds`` of each turn. Records of earlier versions have none."""
+
+
+@dataclass(frozen=True)
+class OutlineRow:
+    """Columns of a trajectory without its arrays."""
+
+    group_id: str
+    index: int
+    rollout_id: str
+    task_id: str
+    score: float | None
+    status: RewardStatus
+    record: str
 
 
 def dumps(value: Any) -> str:
@@ -99,6 +116,7 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
         "group_size": trajectory.group_size,
         "parts": reward.parts,
         "turns": [_turn_record(turn) for turn in trajectory.turns],
+        BOUNDS: [TokenBounds.of(turn.token_ids, turn.logp) for turn in trajectory.turns],
         "group_stats": None if stats is None else [stats.mean, stats.std, stats.size],
         "metadata": trajectory.metadata,
     }
@@ -111,10 +129,11 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
     if (routing := routing_of(trajectory.turns)) is not None:
         tensors["routing"] = np.ascontiguousarray(routing)
         record["routing"] = [None if turn.routing is None else len(turn.routing) for turn in trajectory.turns]
+        record["routing_layout"] = [str(routing.dtype), *routing.shape[1:]]
     if (scores := trajectory.teacher_scores) is not None:
         _check_array(f"{where}: teacher_logp", scores.logp, np.dtype(np.float32), trajectory.response_length)
         tensors |= {"teacher_logp": scores.logp, "teacher_ids": scores.ids, "teacher_logps": scores.logps}
-        record["scored_by"] = scores.teacher
+        record |= {"scored_by": scores.teacher, "top_k": scores.top_k}
     return {
         "group_id": trajectory.group_id,
         "index": trajectory.index,
@@ -129,7 +148,74 @@ def trajectory_to_row(trajectory: Trajectory) -> dict[str, Any]:
 
 def trajectory_from_row(row: Any) -> Trajectory:
     """Return the trajectory in a row, without image files."""
-    record, tensors = json.loads(row.record), load_tensors(row.tensors)
+    return _trajectory(row, json.loads(row.record), load_tensors(row.tensors))
+
+
+def has_bounds(record: str) -> bool:
+    """Return True if a trajectory's record has ``BOUNDS``."""
+    return f'"{BOUNDS}":[' in record
+
+
+def outline_from_row(row: OutlineRow) -> Trajectory:
+    """Return the trajectory in a row whose record has ``BOUNDS``, with arrays that have only a shape."""
+    record = json.loads(row.record)
+    outline = _trajectory(row, record, _absent(record))
+    bounds = (found and TokenBounds(*found) for found in record[BOUNDS])
+    turns = tuple(replace(turn, bounds=found) for turn, found in zip(outline.turns, bounds, strict=True))
+    return replace(outline, turns=turns)
+
+
+def is_outline(trajectory: Trajectory) -> bool:
+    """Return True if the trajectory's arrays are not read yet."""
+    return any(turn.bounds is not None for turn in trajectory.turns)
+
+
+def with_arrays(outline: Trajectory, tensors: Mapping[str, np.ndarray]) -> Trajectory:
+    """Return an outline with the arrays in ``tensors``; expert ids only of turns that have some.
+
+    Raises StoreDamagedError if the arrays are not those that the record describes.
+    """
+    tokens_at = logp_at = routing_at = 0
+    turns = []
+    for turn in outline.turns:
+        ids, logp, routing = tensors["token_ids"][tokens_at : tokens_at + len(turn)], turn.logp, turn.routing
+        tokens_at += len(turn)
+        if logp is not None:
+            logp = tensors["logp"][logp_at : logp_at + len(turn)]
+            logp_at += len(turn)
+        if routing is not None:
+            routing = tensors["routing"][routing_at : routing_at + len(routing)]
+            routing_at += len(routing)
+        if len(ids) != len(turn) or TokenBounds.of(ids, logp) != turn.bounds:
+            raise StoreDamagedError(
+                f"the arrays of {name_of(outline)} are not those that its record describes; the store is damaged"
+            )
+        turns.append(replace(turn, token_ids=ids, logp=logp, routing=routing, bounds=None))
+    scores = outline.teacher_scores
+    scores = scores and _scores(scores.teacher, tensors)
+    return replace(outline, turns=tuple(turns), teacher_scores=scores)
+
+
+def _no_array(dtype: str, *shape: int) -> np.ndarray:
+    """Make a read-only array of this shape that takes no memory; every value is -1."""
+    return np.broadcast_to(np.array(-1, dtype), shape)
+
+
+def _absent(record: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return tensors with the shapes of those in a row with this record."""
+    tokens = sum(turn[LENGTH] for turn in record["turns"])
+    found = {"token_ids": _no_array("int32", tokens), "logp": _no_array("float32", tokens)}
+    if "routing" in record:
+        dtype, *layout = record["routing_layout"]
+        found["routing"] = _no_array(dtype, sum(filter(None, record["routing"])), *layout)
+    if "scored_by" in record:
+        number, k = sum(turn[LENGTH] for turn in record["turns"] if turn[0] == "model"), record["top_k"]
+        found |= {"teacher_logp": _no_array("float32", number), "teacher_ids": _no_array("int32", number, k)}
+        found["teacher_logps"] = _no_array("float32", number, k)
+    return found
+
+
+def _trajectory(row: Any, record: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> Trajectory:
     stats = record["group_stats"]
     return Trajectory(
         rollout_id=row.rollout_id,
@@ -200,6 +286,8 @@ def end_in(status: RewardStatus, record: str) -> End:
 
 
 _NO_TOKENS = np.empty(0, np.int32)
+LENGTH = 1
+"""Index of the number of tokens in a turn's record."""
 FINISH_REASON = 4
 """Index of the finish reason in a turn's record."""
 SPANS = 5

@@ -11,11 +11,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, case, delete, func, insert, or_, select, update
+import numpy as np
+from safetensors.numpy import load as load_tensors
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, delete, func, insert, or_, select, update
 
 from megarl.buffer.store import claims
 from megarl.buffer.store.claims import Claim, EndedGroup, images_of
-from megarl.buffer.store.codec import trajectory_from_row, trajectory_to_row
+from megarl.buffer.store.codec import OutlineRow, has_bounds, outline_from_row, trajectory_from_row, trajectory_to_row
 from megarl.buffer.store.segments import SegmentTable
 from megarl.buffer.store.tables import (
     GROUP_IMAGES,
@@ -33,6 +35,8 @@ from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
 
 PART_BYTES = 64 * 2**20
 """Bytes of arrays read or written together; memory holds each row twice, as the driver's bytes and decoded."""
+TERMS = 100
+"""Groups named in a condition together: SQLite's limit is the depth of an expression."""
 
 
 class GroupTable:
@@ -176,6 +180,32 @@ class GroupTable:
         """
         return [e for few in chunks(group_ids) for e in self._read_where(TRAJECTORIES.c.group_id.in_(few))]
 
+    def outline_rows(self, group_ids: Sequence[str]) -> list[OutlineRow]:
+        """Return the rows of whole groups without their arrays, ordered as in ``read``; ``outlines_of`` reads them."""
+        columns = [TRAJECTORIES.c[name] for name in OutlineRow.__annotations__]
+        rows: list[Row[Any]] = []
+        for few in chunks(group_ids):
+            query = _ordered(select(*columns)).where(TRAJECTORIES.c.group_id.in_(few))
+            rows += self._database.read(lambda c, query=query: c.execute(query).all())  # type: ignore[misc]
+        return [OutlineRow(**row._mapping) if has_bounds(row.record) else self._with_bounds(row) for row in rows]
+
+    def arrays(self, members: Mapping[str, Collection[int]]) -> dict[tuple[str, int], dict[str, np.ndarray]]:
+        """Return (group id, index) -> arrays of trajectories, for ``codec.with_arrays``. ``members``: group id ->
+        indices."""
+        found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
+        columns = (TRAJECTORIES.c.group_id, TRAJECTORIES.c.index.label("number"), TRAJECTORIES.c.tensors)
+        groups = list(members)
+        for start in range(0, len(groups), TERMS):
+            few = groups[start : start + TERMS]
+            of_group = (
+                and_(TRAJECTORIES.c.group_id == group, TRAJECTORIES.c.index.in_(sorted(members[group])))
+                for group in few
+            )
+            query = select(*columns).where(or_(*of_group))
+            rows = self._database.read(lambda c, query=query: c.execute(query).all())  # type: ignore[misc]
+            found |= {(row.group_id, row.number): load_tensors(row.tensors) for row in rows}
+        return found
+
     def images(self, group_ids: Sequence[str]) -> dict[str, bytes]:
         """Return digest -> file of these groups' images that are not their tasks' images."""
         columns = select(GROUP_IMAGES.c.digest, GROUP_IMAGES.c.image)
@@ -217,17 +247,37 @@ class GroupTable:
         rows = self._database.read(lambda connection: connection.execute(query).all())
         return {row[0]: float(row[1]) / int(row[2]) for row in rows}
 
+    def _with_bounds(self, row: Row[Any]) -> OutlineRow:
+        """Return a row whose record an earlier version has written, with bounds computed from its arrays."""
+        mine = (TRAJECTORIES.c.group_id == row.group_id, TRAJECTORIES.c.index == row._mapping["index"])
+        whole = self._database.read(lambda c: c.execute(select(TRAJECTORIES).where(*mine)).one())
+        columns = trajectory_to_row(trajectory_from_row(whole))
+        return OutlineRow(**{name: columns[name] for name in OutlineRow.__annotations__})
+
     def _read_where(self, which: ColumnElement[bool]) -> list[Trajectory]:
-        query = (
-            select(TRAJECTORIES)
-            .join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
-            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
-            .where(which, GROUPS.c.state.in_(SAMPLED))
-            .order_by(ROLLOUTS.c.sequence, GROUPS.c.position, TRAJECTORIES.c.index)
+        query = _ordered(select(TRAJECTORIES)).where(which)
+        return _with_greedy(
+            self._database.read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
         )
-        found = self._database.read(lambda connection: [trajectory_from_row(row) for row in connection.execute(query)])
-        greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
-        return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
+
+
+def outlines_of(rows: Sequence[OutlineRow]) -> list[Trajectory]:
+    """Return the trajectories of ``GroupTable.outline_rows`` as ``read`` does, with arrays that have only a shape."""
+    return _with_greedy([outline_from_row(row) for row in rows])
+
+
+def _ordered(rows: Select[Any]) -> Select[Any]:
+    """Return the query of ``rows`` of whole groups, by (rollout, position of the group, index)."""
+    groups = rows.join(GROUPS, GROUPS.c.group_id == TRAJECTORIES.c.group_id)
+    rollouts = groups.join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+    return rollouts.where(GROUPS.c.state.in_(SAMPLED)).order_by(
+        ROLLOUTS.c.sequence, GROUPS.c.position, TRAJECTORIES.c.index
+    )
+
+
+def _with_greedy(found: Sequence[Trajectory]) -> list[Trajectory]:
+    greedy = {trajectory.group_id: trajectory for trajectory in found if trajectory.index == GREEDY}
+    return [replace(e, greedy=greedy.get(e.group_id)) for e in found if e.index != GREEDY]
 
 
 def _add_images(connection: Connection, group: EndedGroup) -> None:

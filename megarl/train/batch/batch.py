@@ -21,7 +21,7 @@ from megarl.learn.batching import Sequences, StepShare
 from megarl.learn.models.teaching import TeacherDistributions
 from megarl.train.batch.accounts import NONE, Amount, Excluded
 from megarl.train.batch.images import StepImages
-from megarl.train.batch.samples import StepSamples, without_routing
+from megarl.train.batch.samples import StepSamples, WithArrays, without_routing
 from megarl.train.batch.turn_rewards import turn_advantages
 from megarl.train.rank.ranks import on_all_ranks
 
@@ -92,6 +92,7 @@ def make_batch(
     lags: Mapping[WeightsVersion, int] | None = None,
     images: StepImages | None = None,
     share_of: Callable[[StepPlan], StepShare | None] = lambda plan: None,
+    with_arrays: WithArrays = list,
     *,
     replays_routing: bool = False,
 ) -> StepBatch:
@@ -101,6 +102,7 @@ def make_batch(
         lags: Lag of each version that sampled tokens; None if all are 0.
         images: Images of the step; None for a text model.
         share_of: Chooses the sequences that this rank will hold; None for all.
+        with_arrays: Reads the arrays of the trajectories of these sequences; every rank calls it.
         replays_routing: Use the trajectories' expert ids (``rollout.routing_replay``); False skips them unread.
 
     Raises on every rank:
@@ -138,6 +140,7 @@ def make_batch(
     outside = [[i] for i, number in enumerate(tokens) if i not in paired and number]
     teachers = [row.teacher for row in rows] + [row.teacher for row in demonstrations]
     share = share_of(StepPlan(samples.lengths, samples.patches, updates, outside, filtered, teachers))
+    samples.hold(share, with_arrays)
     sequences = on_all_ranks(lambda: samples.sequences(share))
     reasons = [fact.finish_reason for fact in facts]
     own = turn_advantages(trajectories, sequences, algorithm, settings) if settings.turn_rewards else None

@@ -1,13 +1,15 @@
 """Samples of a step's trajectories: facts about all of them, and the sequences that a rank holds.
 
-A step is read twice: first for the facts, which determine how sequences are dealt, then for the arrays that the rank's
-models need. Shape legend: N sequences of a step: all samples, then demonstrations; n of them held, T their positions.
+A step is read twice: first for the facts, which determine how sequences are dealt, then for the arrays of the
+trajectories that the rank holds (``hold``).
+
+Shape legend: N sequences of a step: all samples, then demonstrations; n of them held, T their positions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,6 +17,7 @@ import numpy as np
 import torch
 
 from megarl.buffer.order.draws import ExpertRow
+from megarl.buffer.store import is_outline
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import LARGEST_LAG, FinishReason, TrainingSample, Trajectory, WeightsVersion, name_of
@@ -23,6 +26,8 @@ from megarl.learn.batching.images import Images
 from megarl.learn.batching.sequences import NO_IDS
 from megarl.train.batch.images import StepImages
 
+WithArrays = Callable[[Sequence[Trajectory]], list[Trajectory]]
+"""Returns trajectories with their arrays, in the same order (``RolloutReader.with_arrays``)."""
 WITHOUT_REPLAY = "set rollout.routing_replay to false"
 """Fix for expert ids that cannot be replayed, for errors."""
 
@@ -57,6 +62,8 @@ class StepSamples:
     """Lags as in ``make_batch``."""
     images: StepImages | None = None
     """None for a text model."""
+    held: dict[int, Trajectory] = field(default_factory=dict)
+    """Index -> trajectory with arrays, of those that the rank holds; set by ``hold``."""
 
     @cached_property
     def facts(self) -> list[SampleFacts]:
@@ -100,6 +107,13 @@ class StepSamples:
             return None
         shown = (self.images.patches_of(row.images) for row in self.demonstrations)
         return [*(fact.patches for fact in self.facts), *shown]
+
+    def hold(self, share: StepShare | None, with_arrays: WithArrays) -> None:
+        """Read the arrays of the trajectories of a share, or of all. Every rank calls it."""
+        numbers = range(len(self.facts)) if share is None else share.numbers.tolist()
+        places = sorted({self.facts[number].trajectory for number in numbers if number < len(self.facts)})
+        found = with_arrays([self.trajectories[place] for place in places])
+        self.held.update(zip(places, found, strict=True))
 
     def sequences(self, share: StepShare | None = None) -> Sequences:
         """Make the sequences of a share, or all of them.
@@ -147,7 +161,9 @@ class StepSamples:
         for place, members in of_trajectory.items():
             if numbers.isdisjoint(members):
                 continue
-            samples = current(list(self.trajectories[place].samples(self.lags)), self.settings)
+            trajectory = self.held.get(place, self.trajectories[place])
+            assert not is_outline(trajectory), f"the arrays of {name_of(trajectory)} are not read"
+            samples = current(list(trajectory.samples(self.lags)), self.settings)
             yield from (sample for number, sample in zip(members, samples, strict=True) if number in numbers)
 
     def _check_routing(self, facts: Sequence[SampleFacts]) -> None:

@@ -22,6 +22,7 @@ from megarl.learn.models.teaching import TeacherHead
 from megarl.learn.training.model import Model, WithoutAdapters
 from megarl.train.batch.batch import StepBatch, StepPlan, each_once, overlong
 from megarl.train.batch.images import StepImages
+from megarl.train.batch.samples import WithArrays
 from megarl.train.inference.distributions import Distributions, scored_at_urls, teacher_heads
 from megarl.train.inference.models import Models
 from megarl.train.rank.ranks import on_all_ranks
@@ -169,11 +170,14 @@ def check_ids(sequences: Sequences, config: Config, name: str, teacher: Model) -
         )
 
 
-def model_scores(model: Model, trajectories: list[Trajectory], images: StepImages | None = None) -> list[float]:
+def model_scores(
+    model: Model, trajectories: list[Trajectory], images: StepImages | None = None, with_arrays: WithArrays = list
+) -> list[float]:
     """Return the reward model's score of each trajectory, read after the last model turn. Every rank calls it.
 
     Args:
         images: Images of the step; None for a text model.
+        with_arrays: Reads the arrays of the trajectories that this rank scores.
 
     Raises DataError, on every rank, if a trajectory's placeholders do not fit its images.
     """
@@ -182,7 +186,7 @@ def model_scores(model: Model, trajectories: list[Trajectory], images: StepImage
     if images is not None:
         patches = [images.patches(d for at in t.answered_images for d in at.digests) for t in trajectories]
     share = share_of(lengths, patches, [(model, None)])
-    held = trajectories if share is None else [trajectories[i] for i in share.numbers.tolist()]
+    held = with_arrays(trajectories if share is None else [trajectories[i] for i in share.numbers.tolist()])
     sequences = of_demonstrations([trajectory.answered() for trajectory in held])
     sequences.share = share
     if images is not None:

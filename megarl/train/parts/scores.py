@@ -12,12 +12,16 @@ from megarl.train.memory.phase_memory import PhaseMemory
 from megarl.train.part import Part, StepData
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState
+from megarl.train.rollout.reading import RolloutReader
 
 
 class RewardModelScores(Part):
     """Adds ``reward_model.coef`` times the score to the reward of each trajectory."""
 
-    def __init__(self, config: Config, models: Models, memory: PhaseMemory, reporter: Reporter) -> None:
+    def __init__(
+        self, config: Config, models: Models, memory: PhaseMemory, reporter: Reporter, reader: RolloutReader
+    ) -> None:
+        self._with_arrays = reader.with_arrays
         self._coef, self._models, self._memory, self._reporter = config.reward_model.coef, models, memory, reporter
 
     def before_batch(self, state: TrainState, data: StepData) -> None:
@@ -25,6 +29,6 @@ class RewardModelScores(Part):
         assert model is not None, "the job has a reward model"
         with self._reporter.timeline.phase("inference", step=state.step):
             self._memory.enter(Phase.SCORES)
-            scores = model_scores(model, data.trajectories, data.images)
+            scores = model_scores(model, data.trajectories, data.images, self._with_arrays)
             data.trajectories = add_model_scores(data.trajectories, scores, self._coef)
         data.metrics |= spread("reward_model/score", scores)

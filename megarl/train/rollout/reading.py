@@ -1,5 +1,5 @@
-"""One reader per node: each node's first rank reads the store. It sends what it read to the node's other ranks, with
-the arrays in a file that they map (``spool.py``)."""
+"""Reading the store: rank 0 reads rows without arrays for all ranks; each node's first rank reads the arrays that the
+node's ranks train on, and passes them on in a file that they map (``spool.py``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from datetime import timedelta
-from functools import cache
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from megarl.buffer.experience import by_group
 from megarl.buffer.order.draws import ExpertRow
 from megarl.buffer.order.replay import Replayed
-from megarl.buffer.store import Store
+from megarl.buffer.store import PART_BYTES, OutlineRow, Store, is_outline, outlines_of, with_arrays
 from megarl.config.model_roles import teacher_of
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import JobError, MegarlError, describe
@@ -54,11 +53,10 @@ class NodeReader:
             return
         nodes: list[str] = [""] * self._world
         dist.all_gather_object(nodes, machine())
-        for node in dict.fromkeys(nodes):  # all ranks create all groups, in the same order
-            ranks = [rank for rank, where in enumerate(nodes) if where == node]
-            group = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo")
-            if dist.get_rank() in ranks:
-                self._group, self._reader = group, ranks[0]
+        ranks = [rank for rank, where in enumerate(nodes) if where == machine()]
+        # A node's ranks make their own group alone: else every rank takes part in the groups of all nodes, in turn.
+        self._group = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True)
+        self._reader = ranks[0]
 
     @property
     def reads(self) -> bool:
@@ -98,6 +96,14 @@ class NodeReader:
                 except JobError as error:  # every rank raises it
                     fault = self._as_error(error)
             return found if self._agree(fault) else None  # all ranks have mapped the file when they agree
+
+    def of_node(self, value: T) -> list[T]:
+        """Return ``value`` of each rank of the node, in the order of the ranks. The node's ranks call it together."""
+        if self._world == 1:
+            return [value]
+        found: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(found, value, group=self._group)
+        return found
 
     def from_first(self, make: Callable[[], T]) -> T:
         """Call ``make`` on rank 0; return its result, or raise its error as ``read`` does, on every rank."""
@@ -156,38 +162,57 @@ class NodeReader:
 
 
 class RolloutReader:
-    """Reads rollouts and expert experiences from the store; returns the same on every rank."""
+    """Reads rollouts and expert experiences from the store; returns the same on every rank.
 
-    def __init__(self, reader: NodeReader, store: Store, stopping: Callable[[], bool]) -> None:
+    Args:
+        whole: Every node reads all arrays, because ``buffer.operators`` read texts of whole groups.
+    """
+
+    def __init__(self, reader: NodeReader, store: Store, stopping: Callable[[], bool], *, whole: bool = False) -> None:
         self._reader = reader
         self._store = store
         self._stopping = stopping
+        self._whole = whole
 
     def take(self, choose: Callable[[], Sequence[str]]) -> list[Trajectory] | None:
-        """Return the trajectories of the groups that ``choose`` returns on rank 0, in that order; None on every rank
-        after a request to stop."""
-        store, chosen = self._store, self._reader.from_first(choose)
-
-        def parts() -> Iterator[list[Trajectory]]:
-            return (store.groups.read(part) for part in store.groups.parts(chosen))
-
-        found = self._reader.read(parts, self._stopping, lambda: sum(store.groups.array_bytes(chosen).values()))
-        place = {group_id: number for number, group_id in enumerate(chosen)}
-        read = None if found is None else [trajectory for part in found for trajectory in part]
-        return None if read is None else sorted(read, key=lambda trajectory: place[trajectory.group_id])
+        """Return the trajectories of the groups that ``choose`` returns on rank 0, in that order, without arrays
+        (``with_arrays``); None on every rank after a request to stop."""
+        found = self.replayed(lambda: [Replayed(group_id, 0, 0) for group_id in choose()])
+        return None if found is None else [trajectory for _, group in found for trajectory in group]
 
     def replayed(self, choose: Callable[[], Sequence[Replayed]]) -> list[tuple[Replayed, list[Trajectory]]] | None:
-        """Return the groups that ``choose`` draws, in that order, with their trajectories; None on every rank after a
-        request to stop. Only readers call ``choose``."""
-        store, chosen = self._store, cache(lambda: {group.group_id: group for group in choose()})
+        """Return the groups that ``choose`` draws on rank 0, in that order, with their trajectories; otherwise as
+        ``take``."""
 
-        def parts() -> Iterator[list[tuple[Replayed, list[Trajectory]]]]:
-            for part in store.groups.parts(list(chosen())):
-                read = {group[0].group_id: group for group in by_group(store.groups.read(part))}
-                yield [(chosen()[group_id], read[group_id]) for group_id in part]
+        def read() -> tuple[list[Replayed], list[OutlineRow]] | None:
+            if self._stopping():
+                return None
+            chosen = list(choose())
+            return chosen, self._store.groups.outline_rows([group.group_id for group in chosen])
 
-        found = self._reader.read(parts, self._stopping, lambda: sum(store.groups.array_bytes(list(chosen())).values()))
-        return None if found is None else [group for part in found for group in part]
+        found = self._reader.from_first(read)
+        if found is None:
+            return None
+        chosen, rows = found
+        outlines = outlines_of(rows)
+        groups = {
+            group[0].group_id: group for group in by_group(self.with_arrays(outlines) if self._whole else outlines)
+        }
+        return [(group, groups[group.group_id]) for group in chosen]
+
+    def with_arrays(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return trajectories with their arrays, in the same order; those that have them are unchanged. Every rank
+        calls it, with the trajectories that it needs. Arrays of greedy answers are never read.
+
+        With several ranks, arrays are read-only: a node has one copy.
+        """
+        wanted = {(each.group_id, each.index): nbytes_of(each) for each in trajectories if is_outline(each)}
+        sizes = {key: size for of_rank in self._reader.of_node(wanted) for key, size in of_rank.items()}
+        parts = parts_of(dict(sorted(sizes.items())), PART_BYTES)
+        found = self._reader.read(lambda: map(self._store.groups.arrays, parts), nbytes=lambda: sum(sizes.values()))
+        assert found is not None, "nothing here looks at the stop request"
+        arrays = {key: tensors for part in found for key, tensors in part.items()}
+        return [with_arrays(e, arrays[e.group_id, e.index]) if is_outline(e) else e for e in trajectories]
 
     def images(self, trajectories: Iterable[Trajectory]) -> dict[str, bytes]:
         """Return digest -> file for each image in the trajectories' turns."""
@@ -209,26 +234,17 @@ class RolloutReader:
     def data_sources(self, trajectories: Iterable[Trajectory]) -> dict[str, str]:
         """Task id -> ``data_source`` of the tasks of trajectories."""
         tasks = sorted({trajectory.task_id for trajectory in trajectories})
-
-        def parts() -> Iterator[dict[str, str]]:
-            found = self._store.selection.tasks_named(tasks)
-            yield {task_id: task.data_source for task_id, task in found.items()}
-
-        found = self._reader.read(parts)
-        assert found is not None, "nothing here looks at the stop request"
-        return {task_id: source for part in found for task_id, source in part.items()}
+        named = self._store.selection.tasks_named
+        return self._reader.from_first(lambda: {name: task.data_source for name, task in named(tasks).items()})
 
     def metrics(self, rollouts: Callable[[], Sequence[str]]) -> dict[str, float]:
-        """Return the sums of the explorers' metrics over rollouts. Only readers call ``rollouts``."""
-        found = self._reader.read(lambda: [self._store.rollouts.metrics(rollout_id) for rollout_id in rollouts()])
-        assert found is not None, "nothing here looks at the stop request"
+        """Return the sums of the explorers' metrics over rollouts. Only rank 0 calls ``rollouts``."""
+        found = self._reader.from_first(lambda: [self._store.rollouts.metrics(name) for name in rollouts()])
         return {name: sum(metrics.get(name, 0.0) for metrics in found) for metrics in found for name in metrics}
 
     def version_steps(self, versions: Sequence[WeightsVersion]) -> dict[WeightsVersion, int]:
         """Return version -> number of training steps in its weights."""
-        found = self._reader.read(lambda: [self._store.pacing.version_steps(versions)])
-        assert found is not None, "nothing here looks at the stop request"
-        return found[0]
+        return self._reader.from_first(lambda: self._store.pacing.version_steps(versions))
 
     def demonstrations(
         self,
@@ -265,3 +281,25 @@ class RolloutReader:
         found = self._reader.read(parts)
         assert found is not None, "nothing here looks at the stop request"
         return [row for part in found for row in part]
+
+
+def nbytes_of(trajectory: Trajectory) -> int:
+    """Return the bytes of a trajectory's arrays, also of those that are not read."""
+    scores = trajectory.teacher_scores
+    arrays = [array for turn in trajectory.turns for array in (turn.token_ids, turn.logp, turn.routing)]
+    arrays += [] if scores is None else [scores.logp, scores.ids, scores.logps]
+    return sum(array.nbytes for array in arrays if array is not None)
+
+
+def parts_of(sizes: Mapping[tuple[str, int], int], nbytes: int) -> list[dict[str, list[int]]]:
+    """Split trajectories, (group id, index) -> bytes, into parts of at most ``nbytes``, at least one trajectory each;
+    return the indices by group of each part."""
+    parts: list[dict[str, list[int]]] = []
+    room = 0
+    for (group_id, index), size in sizes.items():
+        if not parts or size > room:
+            parts.append({})
+            room = nbytes
+        parts[-1].setdefault(group_id, []).append(index)
+        room -= size
+    return parts

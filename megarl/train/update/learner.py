@@ -30,6 +30,7 @@ from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
 from megarl.train.batch.batch import StepBatch, make_batch
 from megarl.train.batch.images import StepImages
+from megarl.train.batch.samples import WithArrays
 from megarl.train.inference.distributions import divergence_of, teacher_weights
 from megarl.train.inference.inference import Inference
 from megarl.train.rank.ranks import Ranks
@@ -59,6 +60,7 @@ class Learner:
         demonstrations: Sequence[ExpertRow] = (),
         lags: Mapping[WeightsVersion, int] | None = None,
         images: StepImages | None = None,
+        with_arrays: WithArrays = list,
     ) -> StepBatch:
         """Make the batch of whole groups, with group statistics; this rank holds its share of the tokens.
 
@@ -67,7 +69,9 @@ class Learner:
         config, share = self.config, self.inference.share
         settings = (self.algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, share)
         replays = config.rollout.routing_replay
-        return make_batch(with_group_stats(trajectories), demonstrations, *settings, replays_routing=replays)
+        return make_batch(
+            with_group_stats(trajectories), demonstrations, *settings, with_arrays, replays_routing=replays
+        )
 
     def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
         """Estimate advantages and make the step's updates; return the new state, and metrics."""
