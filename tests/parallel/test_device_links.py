@@ -55,7 +55,7 @@ def through_memory(rank: int, kind: str) -> list[str]:
 
     from megarl.engines.sync.bucket_memory import DeviceMemory, HostMemory, memory_file
     from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
-    from megarl.weights.reshard.transport import GroupTransport
+    from megarl.weights.reshard.copy import GroupTransport
 
     class Other(GroupTransport):
         """Ranks of the other side: engines are those after rank 0."""

@@ -35,8 +35,7 @@ from megarl.run.launch.starter import KINDS as STARTERS
 from megarl.run.nodes.plan import NodeInfo, groups_of, idle_gpus, plan_job
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.complete import complete
-from megarl.weights.reshard.boxes import volume
-from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layout import Layout, volume
 from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import build_plan
 

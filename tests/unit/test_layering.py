@@ -46,11 +46,10 @@ ROWS = {"weights/architectures", "learn/algorithms", "buffer/store"}
 PRONOUNS = {"own", "others", "kept", "joined", "sent"}
 """No file is named so: of what, the name does not say."""
 TWINS = {
-    "adapters", "bench", "checks", "client", "command", "compare", "engines", "experts", "files",
-    "filters", "fleet", "grid", "groups", "guess", "harbor", "held_out", "host", "images", "job", "keys", "late",
-    "lora", "model", "offline", "options", "pacing", "plan", "probe", "process", "replay", "rollouts",
-    "routing", "rows", "schema", "segments", "server", "state", "store", "text", "turns", "types", "user", "values",
-    "verifier", "vision", "writer",
+    "adapters", "bench", "checks", "client", "command", "compare", "engines", "experts", "files", "filters",
+    "fleet", "grid", "groups", "guess", "harbor", "held_out", "host", "images", "job", "late", "lora", "model",
+    "offline", "options", "pacing", "plan", "probe", "process", "replay", "rollouts", "routing", "rows", "schema",
+    "segments", "server", "state", "store", "text", "turns", "types", "user", "verifier", "vision", "writer",
 }  # fmt: skip
 """Names of several files: each is one thing, as two packages see it (``late``: late rewards in store and step)."""
 

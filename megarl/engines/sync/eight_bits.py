@@ -19,7 +19,7 @@ from megarl.core.errors import WeightsDiffer, WeightSyncError, first_of
 from megarl.engines.sync.eight_bit_layers import Layer, Tensors, layers_of
 from megarl.engines.sync.files import read_files
 from megarl.ops import digest_values, slice_digests
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.execute import piece_digests, zero_padded
 from megarl.weights.reshard.layout import Layout, LayoutRow
 

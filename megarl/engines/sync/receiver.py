@@ -28,7 +28,7 @@ from megarl.engines.sync.sleep import WHAT, Sleeper, What, sleeper_of
 from megarl.engines.sync.tensor_addresses import Address, addresses_of, check_addresses
 from megarl.engines.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.adapters import AdapterDelivery, is_adapter
 from megarl.weights.reshard.buckets import wire_dtype
 from megarl.weights.reshard.execute import digests_of, fold, merge, piece_digests, receive, zero_padded

@@ -28,8 +28,8 @@ from megarl.run.run_dir.changes import (
 )
 from megarl.run.run_dir.owner import run_id
 from megarl.run.run_dir.rows import place
+from megarl.weights.checkpoint.formats.dist import COMMON, DistFiles, keeps_common_state
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER
-from megarl.weights.checkpoint.formats.megatron.dist import COMMON, DistFiles, keeps_common_state
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import (
     LATEST,

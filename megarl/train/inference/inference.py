@@ -25,7 +25,7 @@ from megarl.train.batch.images import StepImages
 from megarl.train.inference.distributions import Distributions, scored_at_urls, teacher_heads
 from megarl.train.inference.models import Models
 from megarl.train.rank.ranks import on_all_ranks
-from megarl.weights.checkpoint.formats.score_pad import score_pad
+from megarl.weights.checkpoint.formats.hf_source import score_pad
 
 _PHASES = {"old_logp": Phase.OLD_LOGP, "ref_logp": Phase.REF_LOGP, "values": Phase.VALUES}
 """Field of ``Sequences`` -> phase of inference that fills it."""

@@ -30,7 +30,7 @@ from megarl.train.inference.distributions import taught
 from megarl.train.inference.models import trains_scores
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.rank.state import TrainState
-from megarl.weights.checkpoint.formats.score_pad import score_pad
+from megarl.weights.checkpoint.formats.hf_source import score_pad
 
 
 @dataclass(frozen=True)

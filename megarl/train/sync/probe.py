@@ -24,7 +24,7 @@ from megarl.learn.training.model import Model
 from megarl.learn.training.optimizer_digests import whole_digests
 from megarl.learn.training.schedule import Head
 from megarl.train.sync.last_published import SentWeights
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.adapters import TOWER, Adapted
 from megarl.weights.reshard.layout import Layout
 

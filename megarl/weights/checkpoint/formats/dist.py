@@ -1,4 +1,4 @@
-"""Read Megatron-Core's dist_checkpointing format (``torch_dist``) slice by slice, without Megatron or a model.
+"""Read Megatron-Core's dist_checkpointing format (``torch_dist``) slice by slice.
 
 A directory has ``metadata.json`` (the format's name), ``common.pt`` (unused here; not written by Megatron-Core 0.19)
 and ``.metadata``. That is a pickle of ``torch.distributed.checkpoint.metadata.Metadata``: key -> global shape, dtype,
@@ -24,8 +24,8 @@ import torch
 
 from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.formats.slices import BoxIndex, OpenFiles, into
-from megarl.weights.reshard import boxes
-from megarl.weights.reshard.boxes import Box, Shape
+from megarl.weights.reshard import layout
+from megarl.weights.reshard.layout import Box, Shape
 
 METADATA = ".metadata"
 CONFIG = "metadata.json"
@@ -128,13 +128,13 @@ class DistFiles:
 
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a box of a tensor, into ``out`` if given."""
-        out = into(out, self.dtypes[name], boxes.shape_of(box))
+        out = into(out, self.dtypes[name], layout.shape_of(box))
         found = 0
         for common, chunk in self._chunks(name).overlapping(box):
             inside = tuple((lo - c, hi - c) for (lo, hi), (c, _) in zip(common, chunk.box, strict=True))
             part = out[tuple(slice(lo - b, hi - b) for (lo, hi), (b, _) in zip(common, box, strict=True))]
             values = self._files.read_box(
-                self.path / chunk.file, self._start(name, chunk), out.dtype, boxes.shape_of(chunk.box), inside, part
+                self.path / chunk.file, self._start(name, chunk), out.dtype, layout.shape_of(chunk.box), inside, part
             )
             if values is not part:
                 part.copy_(values)
@@ -187,7 +187,7 @@ class DistFiles:
                 names, extra = int.from_bytes(stream.read(2), "little"), int.from_bytes(stream.read(2), "little")
         except (zipfile.BadZipFile, OSError, *_DAMAGED) as error:
             raise CheckpointError(f"{where} is no saved tensor ({error!r}); copy the checkpoint again") from error
-        shape, dtype = boxes.shape_of(chunk.box), self.dtypes[name]
+        shape, dtype = layout.shape_of(chunk.box), self.dtypes[name]
         # Axes of size 1 differ if numbered layers are read as one stack.
         expected = [n for n in shape if n != 1]
         found = [(n, step) for n, step in zip(saved.shape, saved.stride, strict=True) if n != 1]
@@ -316,13 +316,13 @@ def _described(path: Path) -> dict[str, Stored]:
                 raise CheckpointError(
                     f"{path / METADATA}: {key} at {tuple(chunk.offsets)} {what}; save the checkpoint again"
                 )
-            box = boxes.at(tuple(chunk.offsets), tuple(chunk.sizes))
+            box = layout.at(tuple(chunk.offsets), tuple(chunk.sizes))
             chunk = Chunk(box, str(info.relative_path), info.offset, info.length)
             if Path(chunk.file).name != chunk.file or "\0" in chunk.file or min(chunk.offset, chunk.length) < 0:
                 raise ValueError(f"{key} lies in {chunk.file!r} from byte {chunk.offset} on")
             chunks.append(chunk)
         found = Stored(value.properties.dtype, tuple(value.size), tuple(chunks))
-        if not all(boxes.contains(boxes.whole(found.shape), chunk.box) for chunk in chunks):
+        if not all(layout.contains(layout.whole(found.shape), chunk.box) for chunk in chunks):
             raise ValueError(f"a chunk of {key} is outside of its shape {found.shape}")
         tensors[key] = found
     return tensors
@@ -421,6 +421,6 @@ def shared_chunk(stored: Mapping[str, Stored]) -> str | None:
 def missing_elements(stored: Mapping[str, Stored]) -> Iterable[tuple[str, int]]:
     """Yield (key, missing elements) for every tensor with chunks that do not add up to its shape."""
     for key, tensor in stored.items():
-        missing = prod(tensor.shape) - sum(boxes.volume(chunk.box) for chunk in tensor.chunks)
+        missing = prod(tensor.shape) - sum(layout.volume(chunk.box) for chunk in tensor.chunks)
         if missing:
             yield key, missing
