@@ -331,7 +331,7 @@ def main() -> None:
             schedule = configuration.schedule
             own = folder / "_".join(re.findall("[a-z0-9]+", schedule.name))
             own.mkdir(parents=True, exist_ok=True)
-            run_dir, workflow = own / "run", own / "lengths.py"
+            run_dir, workflow = own / "run", own / "derived.py"
             workflow.write_text(f"CONTEXT = {context}\n{WORKFLOW}")
             first = schedule.pacing.max_staleness + 2
             steps = first + arguments.steps + schedule.pacing.max_staleness

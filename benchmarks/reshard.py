@@ -30,8 +30,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
+from megarl.engines.sync.shared import HostMemory, SharedMemoryReceiver, SharedMemorySender, memory_file
 from megarl.weights.architectures import architecture
 from megarl.weights.reshard import execute
 from megarl.weights.reshard import layout as boxes

@@ -11,8 +11,14 @@ import heapq
 import math
 from dataclasses import dataclass
 
-from megarl.planner.accelerators import Device
-from megarl.planner.constants import DECODE_LAYER_S, DECODE_MEMORY_SHARE, FAR_LATENCY_S, PRODUCT_SHARE, REDUCE_LATENCY_S
+from megarl.planner.accelerators import (
+    DECODE_LAYER_S,
+    DECODE_MEMORY_SHARE,
+    FAR_LATENCY_S,
+    PRODUCT_SHARE,
+    REDUCE_LATENCY_S,
+    Device,
+)
 from megarl.planner.model_cost import BF16, ModelCost
 from megarl.planner.response_lengths import Lengths
 

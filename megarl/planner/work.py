@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import Config
-from megarl.config.model_roles import is_teacher
+from megarl.config.derived import is_teacher
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import roles_of

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import SandboxError
-from megarl.sandbox import bubblewrap, seccomp
+from megarl.sandbox import bubblewrap
 
 NOBODY = 65534
 LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64")
@@ -96,7 +96,7 @@ def find(named: str | None = None) -> Host:
             continue
         version = ".".join(map(str, facts["version"]))
         binds = tuple(_binds(facts, with_site=bool(named)))
-        return Host(bwrap, python, version, binds, bytes.fromhex(facts["code"]), seccomp.program(), user)
+        return Host(bwrap, python, version, binds, bytes.fromhex(facts["code"]), bubblewrap.program(), user)
     raise SandboxError(
         f"no Python that {'uid 65534 (root starts sandboxes as nobody)' if user else 'this user'} can run: "
         f"{'; '.join(tried)}. Set reward.code.python (megarl sandbox --python) to an interpreter of version 3.9 or "

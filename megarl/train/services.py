@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.engines.client.names import KEY_VARIABLE
 from megarl.learn import algorithms
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.loop.rollout_waiting import ReplacedEngines, RolloutWaiter, WrittenCheckpoints

@@ -43,8 +43,7 @@ def transfer(rank: int, shared: bool) -> tuple[int, int, int]:
     """(bytes of the weights, peak extra bytes, largest fused tensor) of one side; rank 0 sends, rank 1 receives."""
     import torch.distributed as dist
 
-    from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-    from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.shared import HostMemory, SharedMemoryReceiver, SharedMemorySender, memory_file
     from megarl.weights.reshard.copy import GroupTransport
     from megarl.weights.reshard.execute import receive, send
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout

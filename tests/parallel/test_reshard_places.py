@@ -36,8 +36,7 @@ def transfer(rank: int) -> dict[str, int]:
     north, which get the same messages. What each sent how."""
     import torch.distributed as dist
 
-    from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-    from megarl.engines.sync.shared import Places, SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.shared import HostMemory, Places, SharedMemoryReceiver, SharedMemorySender, memory_file
     from megarl.weights.reshard.copy import GroupTransport
     from megarl.weights.reshard.execute import receive, send
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout

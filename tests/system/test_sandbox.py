@@ -26,15 +26,15 @@ import pytest
 
 from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.core.errors import SandboxError
-from megarl.rewards.code.verifier import check_code
+from megarl.rewards.code import check_code
 from megarl.run.report import doctor
-from megarl.sandbox import client, host, proven, selftest
+from megarl.sandbox import client, host, selftest
+from megarl.sandbox.bubblewrap import ALLOW, RETURN
 from megarl.sandbox.client import RemoteSandbox, open_sandbox
 from megarl.sandbox.host import Host
 from megarl.sandbox.interface import MIB, Call, Checks, Limits, Sandbox, Test
 from megarl.sandbox.local import LocalSandbox
-from megarl.sandbox.proven import local_sandbox
-from megarl.sandbox.seccomp import ALLOW, RETURN
+from megarl.sandbox.selftest import local_sandbox
 
 pytestmark = pytest.mark.sandbox
 KEY = "a key of the tests, long enough"
@@ -171,7 +171,7 @@ def test_packages_of_a_named_interpreter_are_there() -> None:
 def test_killing_the_owner_kills_the_sandbox() -> None:
     """The reward pool kills its workers in the middle of anything."""
     script = (
-        "from megarl.sandbox.proven import local_sandbox\nfrom megarl.sandbox.interface import Limits, "
+        "from megarl.sandbox.selftest import local_sandbox\nfrom megarl.sandbox.interface import Limits, "
         "Test\n"
         "sandbox = local_sandbox()\nprint('ready', flush=True)\n"
         "sandbox.run('import time\\nwhile True: time.sleep(1)', [Test()], Limits(wall_s=100.0))"
@@ -459,7 +459,7 @@ def test_a_job_is_checked_before_it_starts(url: str, monkeypatch: pytest.MonkeyP
 
 def test_the_doctor_says_whether_programs_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check.state for check in doctor.sandbox()] == ["ok"]
-    monkeypatch.setattr(proven, "known", {})
+    monkeypatch.setattr(selftest, "known", {})
     monkeypatch.setattr(host, "find", host.find.__wrapped__)
     monkeypatch.setenv("PATH", "/nowhere")
     [check] = doctor.sandbox()

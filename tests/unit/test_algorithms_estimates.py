@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, settings_of
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats

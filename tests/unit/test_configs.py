@@ -573,7 +573,7 @@ def test_activations_leave_a_part_of_the_device(in_workplace: Path, name: str) -
     """An update that computes nothing again leaves 15 % of 80 GB, by the estimate."""
     from megarl.learn.memory.activation_bytes import activation_bytes
     from megarl.learn.memory.phases import Phase
-    from megarl.run.checks.devices import ledger_of
+    from megarl.run.checks.memory import ledger_of
 
     config = compose([f"experiment={name}"])
     hf, trainer = hf_config(config.model.path), config.trainer
@@ -604,7 +604,7 @@ def test_gpus_for_a_model_and_rows_of_ones_own() -> None:
 def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     """As above, with two of the engines' ranks instead of all that differ, and the files' tensors without a plan from
     them."""
-    from megarl.run.checks.models import grids as model_checks
+    from megarl.run.checks import grids as model_checks
     from megarl.run.checks.settings import check_settings
     from megarl.weights.checkpoint.formats.hf_source import check_hf, open_hf
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.config.algorithms import DistillConfig, KLConfig
-from megarl.config.model_roles import teacher_of, teachers_at
+from megarl.config.derived import teacher_of, teachers_at
 from megarl.config.schema import Config, TeacherConfig
 from megarl.core.errors import ConfigError, NonRetryableError
 from megarl.learn import algorithms

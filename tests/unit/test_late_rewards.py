@@ -24,7 +24,7 @@ from megarl.core.jobs import JOBS
 from megarl.core.schema import GREEDY, Reward, WeightsVersion
 from megarl.learn import algorithms
 from megarl.rewards.routes import compute_score
-from megarl.run.checks.engines.pacing import check_pacing
+from megarl.run.checks.pacing import check_pacing
 from megarl.run.launch.late import read_rewards, write_awaiting
 from megarl.tasks import ChatTokenizer
 from megarl.train.rank.context import RunContext

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
 from megarl.config.lora import LoraConfig

@@ -9,9 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.engines.sync import bucket_memory
-from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-from megarl.engines.sync.shared import SharedMemorySender
+from megarl.engines.sync import shared
+from megarl.engines.sync.shared import HostMemory, SharedMemorySender, memory_file
 from tests.loop.trainers import Sent
 
 
@@ -67,7 +66,7 @@ def test_memory_that_cannot_be_registered_is_slower_and_nothing_else(
     runtime: Runtime, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.refuses = 801
-    with caplog.at_level(logging.WARNING, bucket_memory.__name__):
+    with caplog.at_level(logging.WARNING, shared.__name__):
         mine = sender()
         bucket = mine.allocate(5000)
         bucket.fill_(7)

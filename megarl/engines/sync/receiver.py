@@ -18,14 +18,12 @@ from megarl.config.lora import LoraConfig
 from megarl.core.errors import WeightSyncError
 from megarl.core.processes.machine import trim_memory
 from megarl.engines.client.control import FAILURE
-from megarl.engines.sync.bucket_memory import DeviceMemory, HostMemory, unpin
 from megarl.engines.sync.eight_bits import EightBits
 from megarl.engines.sync.files import compare_with_files, read_files
 from megarl.engines.sync.link import Backend, Link, LinkAddress, join_groups, open_store
 from megarl.engines.sync.lora import AdaptedWriter, AdapterWriter, Part
-from megarl.engines.sync.shared import Places, SharedMemoryReceiver, machine
-from megarl.engines.sync.sleep import WHAT, Sleeper, What, sleeper_of
-from megarl.engines.sync.tensor_addresses import Address, addresses_of, check_addresses
+from megarl.engines.sync.shared import DeviceMemory, HostMemory, Places, SharedMemoryReceiver, machine, unpin
+from megarl.engines.sync.sleep import WHAT, Address, Sleeper, What, addresses_of, check_addresses, sleeper_of
 from megarl.engines.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import layout as boxes

@@ -18,7 +18,7 @@ from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.metrics import best_step
 from megarl.core.published import MANIFEST, folder_of, whole_versions
-from megarl.run.run_dir.experts import RUN
+from megarl.run.run_dir.rows import RUN
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.checkpoint.formats.dist import find_dist
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config

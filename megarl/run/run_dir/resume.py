@@ -11,11 +11,11 @@ from pathlib import Path
 from megarl.buffer.store import Store, sqlite_file
 from megarl.buffer.store.database import is_pending, shown
 from megarl.config import Config, load_resolved
-from megarl.config.model_roles import ROLES
+from megarl.config.derived import ROLES
 from megarl.core.durable import exists, write_text
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Task
-from megarl.explore.bench.answers import RESULT
+from megarl.explore.bench import RESULT
 from megarl.learn import algorithms
 from megarl.run.run_dir.changes import (
     Change,

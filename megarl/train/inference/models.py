@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from megarl.config import Config
+from megarl.config.derived import path_of, sections_of, teacher_role
 from megarl.config.lora import LoraConfig
-from megarl.config.model_roles import path_of, sections_of, teacher_role
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Outcome, name_of

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megarl.core.errors import JobError, MegarlError, MemoryFullError
-from megarl.core.processes.out_of_memory import bytes_asked, is_out_of_memory
+from megarl.core.processes.machine import bytes_asked, is_out_of_memory
 from megarl.learn.memory.phases import Phase, Place
 from megarl.learn.memory.residents import residents_of
 from megarl.train.inference.models import Models

@@ -15,9 +15,8 @@ from megarl.buffer.store import Store
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.processes import heartbeat
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client.auth import KEY_VARIABLE
 from megarl.engines.client.control import EngineControl
-from megarl.engines.client.names import COLD_FOLDER, cold_mark
+from megarl.engines.client.names import COLD_FOLDER, KEY_VARIABLE, cold_mark
 from megarl.engines.client.probe import Probed, ProbeText, mean_share
 from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
 from megarl.learn.memory.phases import Phase

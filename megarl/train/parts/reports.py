@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.buffer.store import Store
 from megarl.config import Config
-from megarl.core.truncation import TruncationWarning
+from megarl.core.text import TruncationWarning
 from megarl.train.batch.accounts import account_line
 from megarl.train.part import Metrics, Part
 from megarl.train.rank.context import RunContext

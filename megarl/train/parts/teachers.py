@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.config.model_roles import teacher_of, teachers_at
+from megarl.config.derived import teacher_of, teachers_at
 from megarl.core.schema import TEACHER, Trajectory
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_parts import repeated

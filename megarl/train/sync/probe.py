@@ -15,7 +15,7 @@ from dataclasses import replace
 
 import torch
 
-from megarl.config.lengths import context_tokens, prompt_tokens
+from megarl.config.derived import context_tokens, prompt_tokens
 from megarl.config.schema import Config
 from megarl.core.errors import WeightSyncError
 from megarl.engines.client.probe import DECODED, PROBE_TOLERANCES, FarText, ProbeText

@@ -12,11 +12,11 @@ from functools import partial
 import torch
 
 from megarl.buffer.experience import with_group_stats
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, reads_distribution
-from megarl.config.model_roles import teachers_at
+from megarl.config.derived import teachers_at
 from megarl.config.schema import TeacherConfig
 from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.schema import GroupStats, Trajectory, WeightsVersion

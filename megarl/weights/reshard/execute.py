@@ -24,7 +24,7 @@ import torch
 
 from megarl.core.errors import PlanError, WeightsDiffer, WeightSyncError
 from megarl.core.processes import heartbeat
-from megarl.core.processes.out_of_memory import is_out_of_memory
+from megarl.core.processes.machine import is_out_of_memory
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.adapter_proof import ProvenTensors

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.core.errors import CheckpointError, first_of
-from megarl.core.processes.out_of_memory import is_out_of_memory
+from megarl.core.processes.machine import is_out_of_memory
 from megarl.weights.checkpoint.training import rank_state
 from megarl.weights.checkpoint.training.manifest import (
     LATEST,
