@@ -236,6 +236,20 @@ def _items(source: Layout) -> list[tuple[tuple[str, ...], int]]:
     return [(tuple(names), stage_of[layer]) for layer, names in items.items()]
 
 
+def _end_and_close(transport: Any) -> None:
+    transport.finish()
+    transport.close()
+
+
+def _through_memory(link: Between, rank: int) -> Any:
+    """Return a rank's side of the transport through shared memory, with a memory file of its own."""
+    files: list[Any] = [None] * (TRAINERS + ENGINE_TP)
+    dist.all_gather_object(files, memory_file())
+    if rank < TRAINERS:
+        return SharedMemorySender(link, frozenset(range(ENGINE_TP)), HostMemory(files[rank]))
+    return SharedMemoryReceiver(link, range(TRAINERS), HostMemory(others=dict(enumerate(files[:TRAINERS]))))
+
+
 def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=TRAINERS + ENGINE_TP)
@@ -255,15 +269,8 @@ def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) 
         if rank in ranks:
             groups["stage"] = group
         groups[f"engines{stage}"] = dist.new_group([ranks[0], *range(TRAINERS, TRAINERS + ENGINE_TP)])
-    files = [None] * (TRAINERS + ENGINE_TP)
-    dist.all_gather_object(files, memory_file())
     link = Between(TRAINERS if trainer else 0)
-    same_machine = frozenset(range(ENGINE_TP))
-    shared: Any = (
-        SharedMemorySender(link, same_machine, HostMemory(files[rank]))
-        if trainer
-        else SharedMemoryReceiver(link, range(TRAINERS), HostMemory(others=dict(enumerate(files[:TRAINERS]))))
-    )  # type: ignore[arg-type]
+    shared, anew = (_through_memory(link, rank) for _ in range(2))
     ways: dict[str, Callable[[], int]] = {
         "gather then broadcast": lambda: gather_then_broadcast(source, destination, rank, tensors, groups)
     }
@@ -275,6 +282,9 @@ def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) 
             slices, plan, own + (0 if trainer else TRAINERS), tensors, shared, bucket, shared.finish
         )
         last = f"slices, shared memory, buckets of {bucket >> 20} MiB"
+        ways[f"{last}, made anew"] = partial(
+            slices, plan, own + (0 if trainer else TRAINERS), tensors, anew, bucket, partial(_end_and_close, anew)
+        )
         ways[f"{last}, sent without digests"] = partial(without_digests, ways[last])
     results: dict[str, list[dict[str, float]]] = {name: [] for name in ways}
     want = local_tensors(destination, own, fill=True) if not trainer else {}
@@ -299,7 +309,7 @@ def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[4, 8, 16, 64])
+    parser.add_argument("--bucket-mib", type=int, nargs="+", default=[4, 16, 64, 256])
     parser.add_argument("--write", action="store_true", help="also write the table into docs/benchmarks/reshard.md")
     args = parser.parse_args()
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,4 +1,4 @@
-"""Kernels for log-probs, entropies, advantages, policy loss and digests, each with a plain reference.
+"""Kernels for log-probs, entropies, advantages, policy loss and digests, each with a plain reference; host memory.
 
 Code here imports no other package of megarl. Functions take and return tensors.
 """
@@ -55,5 +55,5 @@ def backend() -> dict[str, str]:
     }
 
 
-FACE = ("divergence", "logprob", "policy")
+FACE = ("divergence", "host_memory", "logprob", "policy")
 """Modules that other packages may import."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def transfer(rank: int, shared: bool) -> tuple[int, int, int]:
         )
     shapes = (source if rank == 0 else destination).local_shapes(0)
     tensors = {name: torch.full(shape, 1.0 - rank, dtype=torch.float32) for name, shape in shapes.items()}
-    worst = 0
+    worst, lengths = 0, []
     for _ in range(2):  # the first time pages of libraries come in
         dist.barrier()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
@@ -84,6 +85,8 @@ def transfer(rank: int, shared: bool) -> tuple[int, int, int]:
         worst = resident("VmHWM") - before
         if shared:
             link.finish()
+            lengths.append(os.stat(f"/proc/{files[0].pid}/fd/{files[0].descriptor}").st_size)
+    assert len({*lengths}) == shared, "the second sync made new buckets"
     for pad in destination.padding(0) if rank == 1 else ():
         tensors[pad.local][tuple(slice(lo, hi) for lo, hi in pad.box)] = 1.0
     assert all(bool((tensor == 1).all()) for tensor in tensors.values())

@@ -395,15 +395,15 @@ class Allocating:
         raise AssertionError(f"there was room for {spare().numel()} bytes")
 
 
-@pytest.mark.parametrize("ends", ["finished", "begun again"])
+@pytest.mark.parametrize("ends", ["closed", "begun again"])
 def test_memory_that_a_receiver_still_maps_is_not_truncated(ends: str) -> None:
     """One that was given up while it hung reads on from it: beyond a file's end that would be SIGBUS."""
     file = memory_file()
     sender = SharedMemorySender(Allocating(), frozenset({0}), HostMemory(file))
     sender.allocate(100).fill_(7)
     with open(f"/proc/{file.pid}/fd/{file.descriptor}", "rb") as mapped:
-        if ends == "finished":
-            sender.finish()
+        if ends == "closed":
+            sender.close()
         else:
             sender = SharedMemorySender(Allocating(), frozenset({0}), HostMemory(file))
         assert mapped.read(100) == bytes([7]) * 100

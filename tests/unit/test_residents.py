@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from megarl import ops
 from megarl.config.schema import Config, TrainerConfig
 from megarl.core.errors import NotResident, OffloadError
+from megarl.learn.memory import residents as residents_module
 from megarl.learn.memory.phases import NEEDS, Phase, PhasePlan, Place
 from megarl.learn.memory.residents import Resident, Residents
 
@@ -46,6 +48,35 @@ def test_away_it_has_no_memory_and_back_the_same_bytes(place: Place, kernels: st
         assert all(torch.equal(t, b) for t, b in zip(held, before, strict=True))
     held[0][1] = 9.0  # views still share their storage
     assert held[1][0] == 9.0
+
+
+def test_a_kept_copy_is_used_again_while_sizes_stay(kernels: str, tmp_path: Path) -> None:
+    held = tensors()
+    resident = Resident("actor", "optimizer", lambda: held, keeps_copy=True)
+    with mock.patch.object(residents_module, "anonymous_map", wraps=residents_module.anonymous_map) as made:
+        for step in range(3):
+            held[-1].fill_(step)
+            resident.leave(Place.MEMORY, tmp_path)
+            resident.come_back()
+            assert held[-1].eq(step).all()
+        assert made.call_count == 1
+        held.append(torch.ones(4))  # the first step of an optimizer makes its moments
+        resident.leave(Place.MEMORY, tmp_path)
+        resident.come_back()
+        assert made.call_count == 2 and held[-1].eq(1).all()
+        resident.leave(Place.ABSENT, tmp_path)
+        resident.come_back()
+        assert not any(t.any() for t in held)
+
+
+def test_memory_with_huge_pages_has_the_same_bytes(tmp_path: Path) -> None:
+    held = [torch.arange(2**20, dtype=torch.float32), torch.arange(2**21, dtype=torch.float64)]  # 4 and 16 MiB
+    before = [t.clone() for t in held]
+    resident = Resident("actor", "parameters", lambda: held)
+    for _ in range(2):
+        resident.leave(Place.MEMORY, tmp_path)
+        resident.come_back()
+    assert all(torch.equal(t, b) for t, b in zip(held, before, strict=True))
 
 
 def test_absent_it_comes_back_as_zeros(tmp_path: Path) -> None:

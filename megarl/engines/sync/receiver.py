@@ -22,7 +22,7 @@ from megarl.engines.sync.eight_bits import EightBits
 from megarl.engines.sync.files import compare_with_files, read_files
 from megarl.engines.sync.link import Backend, Link, LinkAddress, join_groups, open_store
 from megarl.engines.sync.lora import AdaptedWriter, AdapterWriter, Part
-from megarl.engines.sync.shared import DeviceMemory, HostMemory, Places, SharedMemoryReceiver, machine, unpin
+from megarl.engines.sync.shared import DeviceMemory, HostMemory, Places, SharedMemoryReceiver, machine
 from megarl.engines.sync.sleep import WHAT, Address, Sleeper, What, addresses_of, check_addresses, sleeper_of
 from megarl.engines.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
@@ -76,6 +76,8 @@ class InitInfo(WeightTransferInitInfo):
     """Fields of ``megarl.engines.sync.shared.Places``."""
     transport: Backend
     """``sync.transport``: backend of messages between machines."""
+    keep_buckets: bool = True
+    """Keep the senders' buckets in GPU memory open after an update."""
     lora: dict[str, Any] | None = None
     """Fields of ``model.lora``; None if the model has no adapters."""
     adapter: Literal["merged", "separate"] = "merged"
@@ -241,7 +243,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         files = places.senders_on_same_machine(self._rank) if places.workers else {}
         near, far = ([sender for sender in senders if (sender in files) == is_near] for is_near in (True, False))
         self._links = join_groups(store, address, rank, peers=0, near=near, far=far, over=over)
-        memory = DeviceMemory() if over == "nccl" else HostMemory(others=files)
+        memory = DeviceMemory(keeps=init_info.keep_buckets) if over == "nccl" else HostMemory(others=files)
         self._receiver = SharedMemoryReceiver(self._links[0], files, memory, self._links[1])
 
     @_kept
@@ -368,8 +370,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def shutdown(self) -> None:
         for link in self._links:
             link.close()
+        if self._receiver is not None:
+            self._receiver.close()
         self._links, self._receiver = (), None
-        unpin()
 
 
 class WorkerExtension:

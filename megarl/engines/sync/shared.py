@@ -8,50 +8,55 @@ no buckets. The socket transports only "written" and "read", in the order of the
 
 from __future__ import annotations
 
+import itertools
 import json
-import logging
 import mmap
 import os
+import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megarl.ops.host_memory import host_memory, pin, unpin, whole_pages
 from megarl.weights.reshard.execute import Arrival, Transport, Work, memory_for
 
-log = logging.getLogger(__name__)
 
+class KeptBuckets:
+    """Buckets that stay after a sync for the next one, with their maps and registrations.
 
-_pinned: list[torch.Tensor] = []
-"""Memory of this process registered with CUDA, kept referenced so that it is not unmapped before ``unpin``."""
+    The first write to new host memory costs a page fault for each page, 2 to 9 times the copy itself.
 
-
-def pin(memory: torch.Tensor) -> None:
-    """Register host memory with CUDA until ``unpin``, if this process has a GPU.
-
-    A GPU copies registered memory at its link's rate, other memory at a quarter or less (docs/benchmarks/gpu.md). If
-    registration is refused (``ulimit -l``), copies are only slower.
+    Args:
+        make: Returns new memory (uint8) of at least a number of bytes.
     """
-    if not torch.cuda.is_initialized():
-        return
-    refused = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))  # type: ignore[no-untyped-call]
-    if not refused:
-        _pinned.append(memory)
-        return
-    log.warning("buckets of the weight sync cannot be registered with CUDA (error %d): copies are slower", refused)
-    with suppress(RuntimeError):  # clear the error, which CUDA would report at the next launch
-        torch.zeros(1, device="cuda")
 
+    def __init__(self, make: Callable[[int], torch.Tensor]) -> None:
+        self._make = make
+        self._free: list[torch.Tensor] = []
+        self._taken: list[torch.Tensor] = []
 
-def unpin() -> None:
-    """Unregister all memory registered by ``pin``."""
-    while _pinned:
-        memory = _pinned.pop()  # stays mapped until unregistered
-        if refused := int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())):  # type: ignore[no-untyped-call]
-            log.warning("a bucket of the weight sync cannot be unregistered with CUDA (error %d)", refused)
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return the first ``nbytes`` of the smallest free bucket that has them, or of a new bucket."""
+        enough = [i for i, bucket in enumerate(self._free) if bucket.numel() >= nbytes]
+        found = min(enough, key=lambda i: self._free[i].numel(), default=None)
+        bucket = self._make(nbytes) if found is None else self._free.pop(found)
+        self._taken.append(bucket)
+        return bucket[:nbytes]
+
+    def rest(self) -> None:
+        """End a sync: all taken buckets are free for the next one."""
+        self._free += self._taken
+        self._taken.clear()
+
+    def drop(self) -> None:
+        """Release all buckets and unregister them."""
+        unpin(bucket.data_ptr() for bucket in (*self._free, *self._taken))
+        self._free.clear()
+        self._taken.clear()
 
 
 class MemoryFile(NamedTuple):
@@ -73,19 +78,23 @@ class BucketMemory(Protocol):
     """Length of a bucket's name."""
 
     def make(self, nbytes: int) -> torch.Tensor:
-        """Make a bucket (uint8)."""
+        """Return a bucket (uint8): a kept one that is large enough, or a new one."""
         ...
 
     def name(self, bucket: torch.Tensor, rank: int) -> bytes:
         """Return the fixed name for destination rank ``rank`` of a bucket, or of a bucket's beginning, made here."""
         ...
 
-    def open(self, rank: int, name: bytes, nbytes: int) -> torch.Tensor:
-        """Open the bucket with this name of source rank ``rank``, or at least its first ``nbytes``."""
+    def open(self, rank: int, name: bytes) -> torch.Tensor:
+        """Open the bucket with this name of source rank ``rank``, or return it if it is open."""
         ...
 
     def settle(self) -> None:
         """Wait for this process's copies to and from buckets."""
+        ...
+
+    def rest(self) -> None:
+        """End a sync that every receiver has read: keep the buckets, and what is open of them, for the next sync."""
         ...
 
     def close(self) -> None:
@@ -93,59 +102,90 @@ class BucketMemory(Protocol):
         ...
 
 
+_generations = itertools.count()
+"""Numbers of the memory files that this process has filled: names of buckets in two files never coincide."""
+
+
 class HostMemory:
     """Buckets in an anonymous memory file (``memfd``): it has no name, so that no file is left behind at any end of the
     processes. Another process opens it through ``/proc``.
 
     It is host memory for any default device of torch; slices are copied to and from a GPU while packed and unpacked.
-    Both sides register the buckets with CUDA, for copies at the link's rate (not measured yet).
+    Both sides register the buckets with CUDA, for copies at the link's rate.
 
     Args:
         own: The sender's file.
         others: Source rank -> its file, for a receiver.
     """
 
-    name_bytes = 8
+    _name = struct.Struct("<QQQ")
+    """Generation of the file, offset and bytes of a bucket."""
+    name_bytes = _name.size
 
     def __init__(self, own: MemoryFile | None = None, others: Mapping[int, MemoryFile] | None = None) -> None:
         self._own, self._others = own, others or {}
-        self._offsets: dict[int, int] = {}
-        """Address of a bucket -> its offset in the file."""
+        self._buckets = KeptBuckets(self._new)
+        self._names: dict[int, bytes] = {}
+        """Address of a bucket -> its name."""
+        self._opened: dict[int, dict[bytes, torch.Tensor]] = {}
+        """Source rank -> its buckets by name, of its file's last generation."""
+        self._generation = next(_generations)
 
     def make(self, nbytes: int) -> torch.Tensor:
+        return self._buckets.take(nbytes)
+
+    def _new(self, nbytes: int) -> torch.Tensor:
         assert self._own is not None, "engine workers only receive"
-        start = os.fstat(self._own.descriptor).st_size
-        size = nbytes + -nbytes % mmap.ALLOCATIONGRANULARITY
+        start, size = os.fstat(self._own.descriptor).st_size, whole_pages(nbytes)
         os.ftruncate(self._own.descriptor, start + size)
         bucket = torch.frombuffer(mmap.mmap(self._own.descriptor, size, offset=start), dtype=torch.uint8)
         pin(bucket)
-        self._offsets[bucket.data_ptr()] = start
-        return bucket[:nbytes]
+        self._names[bucket.data_ptr()] = self._name.pack(self._generation, start, size)
+        return bucket
 
     def name(self, bucket: torch.Tensor, rank: int) -> bytes:
-        return self._offsets[bucket.data_ptr()].to_bytes(self.name_bytes, "little")
+        return self._names[bucket.data_ptr()]
 
-    def open(self, rank: int, name: bytes, nbytes: int) -> torch.Tensor:
-        pid, descriptor = self._others[rank]
-        opened = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDWR)
+    def open(self, rank: int, name: bytes) -> torch.Tensor:
+        generation, offset, size = self._name.unpack(name)
+        known = self._opened.setdefault(rank, {})
+        if known and self._name.unpack(next(iter(known)))[0] != generation:
+            self._close(rank)  # the sender has another file
+        if name not in known:
+            known[name] = self._map(self._others[rank], offset, size)
+        return known[name]
+
+    @staticmethod
+    def _map(file: MemoryFile, offset: int, size: int) -> torch.Tensor:
+        opened = os.open(f"/proc/{file.pid}/fd/{file.descriptor}", os.O_RDWR)
         try:
-            with memory_for(nbytes):
-                mapped = mmap.mmap(opened, nbytes, offset=int.from_bytes(name, "little"))
+            with memory_for(size):
+                bucket = torch.frombuffer(mmap.mmap(opened, size, offset=offset), dtype=torch.uint8)
         finally:
             os.close(opened)
-        bucket = torch.frombuffer(mapped, dtype=torch.uint8)
         pin(bucket)
         return bucket
 
     def settle(self) -> None:
         """Do nothing: copies to and from host memory are synchronous."""
 
+    def rest(self) -> None:
+        self._buckets.rest()
+
+    def _close(self, rank: int) -> None:
+        opened = self._opened[rank]
+        unpin(bucket.data_ptr() for bucket in opened.values())
+        opened.clear()
+
     def close(self) -> None:
         """Replace the file by an empty one and unmap the old, whose memory is freed after its last mapping. Truncating
         it would kill a hung receiver with SIGBUS when it resumes reading."""
-        unpin()
-        self._offsets.clear()
+        self._buckets.drop()
+        self._names.clear()
+        for rank in self._opened:
+            self._close(rank)
         if self._own is not None:
+            self._generation = next(_generations)
             fresh = os.memfd_create("megarl-weights")
             os.dup2(fresh, self._own.descriptor, inheritable=False)
             os.close(fresh)
@@ -156,16 +196,22 @@ class DeviceMemory:
     same one. Never run on hardware.
 
     torch keeps a bucket's memory until every process with its name has released it.
+
+    Args:
+        keeps: Keep buckets and handles after a sync. A GPU that trainer and engine take in turns needs the memory.
     """
 
     name_bytes = 1024
 
-    def __init__(self) -> None:
+    def __init__(self, *, keeps: bool = True) -> None:
+        self._keeps = keeps
+        self._buckets = KeptBuckets(lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device="cuda"))
         self._names: dict[tuple[int, int], bytes] = {}
-        """Cache of CUDA IPC handles by (bucket address, destination rank). torch counts references to them."""
+        """CUDA IPC handles by (bucket address, destination rank). torch counts references to them."""
+        self._opened: dict[tuple[int, bytes], torch.Tensor] = {}
 
     def make(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+        return self._buckets.take(nbytes)
 
     def name(self, bucket: torch.Tensor, rank: int) -> bytes:
         key = bucket.data_ptr(), rank
@@ -174,15 +220,25 @@ class DeviceMemory:
             self._names[key] = encoded(handle).ljust(self.name_bytes)
         return self._names[key]
 
-    def open(self, rank: int, name: bytes, nbytes: int) -> torch.Tensor:
-        storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *decoded(name))
-        return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+    def open(self, rank: int, name: bytes) -> torch.Tensor:
+        if (rank, name) not in self._opened:
+            storage = torch.UntypedStorage._new_shared_cuda(torch.cuda.current_device(), *decoded(name))
+            bucket = torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+            self._opened[rank, name] = bucket
+        return self._opened[rank, name]
 
     def settle(self) -> None:
         torch.cuda.current_stream().synchronize()
 
+    def rest(self) -> None:
+        self._buckets.rest()
+        if not self._keeps:
+            self.close()
+
     def close(self) -> None:
+        self._buckets.drop()
         self._names.clear()
+        self._opened.clear()
         torch.cuda.ipc_collect()
 
 
@@ -237,6 +293,11 @@ class Places:
         return lambda src, dst: int(self.senders[src][0] != self.workers[dst])
 
 
+def _far_bucket(far: Transport, nbytes: int) -> torch.Tensor:
+    """Make a bucket for messages over ``far``; host memory is registered with CUDA."""
+    return host_memory(nbytes) if far.allocate(0).device.type == "cpu" else far.allocate(nbytes)
+
+
 class SharedMemorySender:
     """A sender's transport: through memory to the ranks in ``same_machine``, over ``far`` to all others.
 
@@ -251,11 +312,12 @@ class SharedMemorySender:
         self._link, self._far = link, far or link
         self._same_machine = same_machine
         self._memory = memory
+        self._far_buckets = KeptBuckets(partial(_far_bucket, self._far))
         memory.close()
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
         if not self._same_machine or nbytes == 0:
-            return self._far.allocate(nbytes)
+            return self._far_buckets.take(nbytes)
         return self._memory.make(nbytes)
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
@@ -269,8 +331,14 @@ class SharedMemorySender:
         raise AssertionError("trainer ranks only send")
 
     def finish(self) -> None:
-        """Free the buckets' memory, after every receiver has read it or was given up."""
+        """End a sync whose buckets every receiver has read; they are kept for the next sync."""
+        self._memory.rest()
+        self._far_buckets.rest()
+
+    def close(self) -> None:
+        """Release the buckets' memory, after receivers have read it or were given up."""
         self._memory.close()
+        self._far_buckets.drop()
 
 
 @dataclass
@@ -298,12 +366,12 @@ class SharedMemoryReceiver:
         self._link, self._far = link, far or link
         self._same_machine = same_machine
         self._memory = memory
-        self._opened: dict[tuple[int, bytes], torch.Tensor] = {}
+        self._far_buckets = KeptBuckets(partial(_far_bucket, self._far))
         self._answers: list[tuple[Work, torch.Tensor]] = []
         memory.close()
 
     def allocate(self, nbytes: int, /) -> torch.Tensor:
-        return self._far.allocate(nbytes)
+        return self._far_buckets.take(nbytes)
 
     def isend(self, message: torch.Tensor, rank: int, /) -> Work:
         raise AssertionError("engine workers only receive")
@@ -315,18 +383,21 @@ class SharedMemoryReceiver:
         return _Borrowed(self, rank, nbytes, self._link.irecv(name.nbytes, rank, lambda: name))
 
     def finish(self) -> None:
-        """Release the senders' memory."""
+        """End a sync; the senders' buckets stay open for the next one."""
         for work, _ in self._answers:
             work.wait()
         self._answers.clear()
-        self._opened.clear()
+        self._memory.rest()
+        self._far_buckets.rest()
+
+    def close(self) -> None:
+        """Release the senders' memory and this side's."""
+        self._answers.clear()
         self._memory.close()
+        self._far_buckets.drop()
 
     def read(self, rank: int, name: bytes, nbytes: int) -> torch.Tensor:
-        bucket = self._opened.get((rank, name))
-        if bucket is None or bucket.numel() < nbytes:
-            bucket = self._opened[rank, name] = self._memory.open(rank, name, nbytes)
-        return bucket[:nbytes]
+        return self._memory.open(rank, name)[:nbytes]
 
     def answer(self, rank: int) -> None:
         self._memory.settle()

@@ -90,6 +90,21 @@ class Ledger:
         memory, disk = (sum(by_place[place].values()) for place in (Place.MEMORY, Place.DISK))
         return PhaseBytes(phase, rank, by_place[Place.DEVICE], memory, disk)
 
+    def host_bytes(self, rank: int, *, kept: bool) -> int:
+        """Return the most bytes of a rank's copies in host memory.
+
+        Args:
+            kept: Copies keep their memory while the model is on the device, as on GPUs.
+        """
+        if not kept:
+            return max(self.at(phase, rank).memory for phase in self.of_job)
+        away: dict[str, int] = {}
+        for phase in self.of_job:
+            for resident, size in self._residents(phase, rank).items():
+                if self.place(phase, resident) is Place.MEMORY:
+                    away[resident] = max(size, away.get(resident, 0))
+        return sum(away.values())
+
     def _residents(self, phase: Phase, rank: int) -> Mapping[str, int]:
         if self.start is None or phase is not Phase.START:
             return self.ranks[rank]

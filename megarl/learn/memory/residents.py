@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from megarl.core.processes import heartbeat
 from megarl.core.processes.machine import resident_bytes, trim_memory
 from megarl.learn.memory.phases import Place, offload_setting
 from megarl.ops import digest_values, slice_digests
+from megarl.ops.host_memory import advise_huge_pages, anonymous_map, pin, unpin
 from megarl.weights.checkpoint.training.state import inner_optimizers
 
 Kind = Literal["parameters", "gradients", "optimizer"]
@@ -34,10 +35,15 @@ class Resident:
     Args:
         role: Role of the model: actor, reference, critic, reward_model, teachers.NAME.
         tensors: Returns the tensors whose storages it owns. Called on each move: an optimizer creates moments late.
+        keeps_copy: Keep the host memory of a copy for the next one, registered with CUDA. On a CPU this would double
+            the memory.
     """
 
-    def __init__(self, role: str, kind: Kind, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
+    def __init__(
+        self, role: str, kind: Kind, tensors: Callable[[], Iterable[torch.Tensor]], *, keeps_copy: bool = False
+    ) -> None:
         self.role, self.kind = role, kind
+        self._keeps_copy = keeps_copy
         self.place = Place.DEVICE
         self.tensors = tensors
         """Returns the tensors whose storages it owns."""
@@ -65,7 +71,10 @@ class Resident:
         storages = _storages(self.tensors())
         if place is not Place.ABSENT:
             try:
-                self._copy = _Copy([size for _, _, size in storages], folder / self.name, place)
+                sizes = [size for _, _, size in storages]
+                if self._copy is None or not self._copy.fits(sizes, place):
+                    self._forget_copy()
+                    self._copy = _Copy(sizes, folder / self.name, place, keeps=self._keeps_copy)
                 self._digests = _digests(storages)
                 self._copy.write(_views(storages))
             except (OSError, ValueError) as error:
@@ -87,10 +96,13 @@ class Resident:
                 storage.resize_(size)
         except (RuntimeError, MemoryError) as error:
             raise OffloadError(f"the device has no room for {self.name} ({self.nbytes} bytes): {error}") from error
-        if self._copy is None:
+        for bytes_ in _views(self._away):
+            advise_huge_pages(bytes_)
+        if self.place is Place.ABSENT:
             for bytes_ in _views(self._away):
                 bytes_.zero_()
         else:
+            assert self._copy is not None
             try:
                 self._copy.read(_views(self._away))
             except (OSError, ValueError) as error:
@@ -101,7 +113,8 @@ class Resident:
                         f"{self.name} came back from {self.place} with other bytes than it left with: storage {i} of "
                         f"{len(self._away)} has digest {found:016x}, it left with {left:016x}; the copy was changed"
                     )
-        self._forget_copy()
+        if self._copy is not None and not self._copy.keeps:
+            self._forget_copy()
         self._away, self.place = [], Place.DEVICE
 
     def _forget_copy(self) -> None:
@@ -111,16 +124,33 @@ class Resident:
 
 
 class _Copy:
-    """The bytes of offloaded storages, in an anonymous or file mapping; dropping it frees the memory immediately."""
+    """The bytes of offloaded storages, in an anonymous or file mapping; dropping it frees the memory immediately.
 
-    def __init__(self, sizes: Iterable[int], path: Path, place: Place) -> None:
+    Args:
+        keeps: A mapping in memory is kept after it was read, and registered with CUDA.
+    """
+
+    def __init__(self, sizes: Sequence[int], path: Path, place: Place, *, keeps: bool) -> None:
+        self._sizes, self._place = sizes, place
         self._starts, end = [], 0
         for size in sizes:
             self._starts.append(end)
             end += -(-size // WORD) * WORD
         self._size = end
         self._path = path if place is Place.DISK else None
-        self._map = mmap.mmap(-1, end) if self._path is None and end else None
+        self._map = anonymous_map(end) if self._path is None and end else None
+        self.keeps = keeps and self._map is not None
+        """True if it stays for the next copy."""
+        self._pinned = 0
+        """Address of the mapping that is registered with CUDA, or 0."""
+        if keeps and self._map is not None:
+            memory = torch.frombuffer(self._map, dtype=torch.uint8)
+            pin(memory)
+            self._pinned = memory.data_ptr()
+
+    def fits(self, sizes: Sequence[int], place: Place) -> bool:
+        """True if storages of these sizes can be copied to the same memory."""
+        return self.keeps and (self._sizes, self._place) == (sizes, place)
 
     def write(self, sources: Iterable[torch.Tensor]) -> None:
         if self._path is None:
@@ -165,6 +195,8 @@ class _Copy:
                 do(piece, other)
 
     def drop(self) -> None:
+        if self.keeps:
+            unpin([self._pinned])
         if self._map is not None:
             self._map.close()
         if self._path is not None:
@@ -196,9 +228,13 @@ _WHERE = {Place.MEMORY: "in host memory", Place.DISK: "on disk", Place.ABSENT: "
 
 def residents_of(role: str, model: Any) -> Residents:
     """Make the residents of a ``Model``."""
-    optimizer = model.optimizer
+    optimizer, on_gpu = model.optimizer, torch.cuda.is_available()
+
+    def resident(kind: Kind, tensors: Callable[[], Iterable[torch.Tensor]]) -> Resident:
+        return Resident(role, kind, tensors, keeps_copy=on_gpu)
+
     if optimizer is None:
-        return Residents([Resident(role, "parameters", lambda: [p for c in model.chunks for p in _own(c)])])
+        return Residents([resident("parameters", lambda: [p for c in model.chunks for p in _own(c)])])
     buffers = [b for chunk in model.chunks for b in [*chunk.buffers, *chunk.expert_parallel_buffers]]
     # In a float32 model the parameters are the masters, and the masters move with them.
     shared = {b.param_data.untyped_storage()._cdata for b in buffers}
@@ -211,9 +247,9 @@ def residents_of(role: str, model: Any) -> Residents:
 
     return Residents(
         [
-            Resident(role, "parameters", lambda: [*(b.param_data for b in buffers), *_frozen(model.chunks)]),
-            Resident(role, "gradients", lambda: (b.grad_data for b in buffers)),
-            Resident(role, "optimizer", of_optimizer),
+            resident("parameters", lambda: [*(b.param_data for b in buffers), *_frozen(model.chunks)]),
+            resident("gradients", lambda: (b.grad_data for b in buffers)),
+            resident("optimizer", of_optimizer),
         ]
     )
 

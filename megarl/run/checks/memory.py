@@ -219,15 +219,15 @@ def check_devices(config: Config, algorithm: Algorithm, hf_config: Mapping[str, 
         if algorithms.job_of(config).has(ProcessKind.ENGINE):
             check_engine_devices(config, hf_config, cluster.device_bytes)
     if cluster.host_bytes is not None and nodes is not None:
-        _check_host(ledger, max(1, nodes - cluster.spare_nodes), cluster.host_bytes)
+        on_gpus = config.parallel.backend == "nccl"
+        _check_host(ledger, max(1, nodes - cluster.spare_nodes), cluster.host_bytes, kept=on_gpus)
     if config.trainer.offload_disk_bytes is not None:
         _check_disk(ledger, config.trainer.offload_disk_bytes)
 
 
-def _check_host(ledger: Ledger, nodes: int, budget: int) -> None:
-    """Raise ConfigError if offloaded copies exceed a node's budget, each rank in its largest phase."""
-    phases, ranks = ledger.of_job, range(len(ledger.ranks))
-    on_node = sum(max(ledger.at(phase, rank).memory for phase in phases) for rank in ranks) // nodes
+def _check_host(ledger: Ledger, nodes: int, budget: int, *, kept: bool) -> None:
+    """Raise ConfigError if offloaded copies exceed a node's budget; ``kept`` as in ``Ledger.host_bytes``."""
+    on_node = sum(ledger.host_bytes(rank, kept=kept) for rank in range(len(ledger.ranks))) // nodes
     if on_node > budget:
         others = ", or rollout.offload to sleep" if ledger.keeps_weights else ""
         raise ConfigError(

@@ -19,7 +19,7 @@ from megarl.engines.client.control import EngineControl
 from megarl.engines.client.names import JobAddresses
 from megarl.engines.fleet import EngineRow, Fleet
 from megarl.engines.sync.link import LinkAddress
-from megarl.engines.sync.shared import Places, SharedMemorySender, machine, memory_file, unpin
+from megarl.engines.sync.shared import Places, SharedMemorySender, machine, memory_file
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.train.sync.engine_parts import EnginePlans, PartOfEngines, partners_of, parts_of, places_of
 from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
@@ -104,7 +104,8 @@ class EngineConnection:
         """Number of the last ``connect``."""
         self._file = memory_file()
         self._joined = NONE_JOINED
-        self.links = TrainerLinks(rank, layout.num_ranks, config.sync.transport, self._file)
+        self._keeps_buckets = not config.rollout.is_colocated
+        self.links = TrainerLinks(rank, layout.num_ranks, config.sync.transport, self._file, keeps=self._keeps_buckets)
         self.sender: SharedMemorySender | None = None
         self.transport: Transport | None = None
         """None before ``connect`` and after a failed publication."""
@@ -159,6 +160,7 @@ class EngineConnection:
                 ) from error
             results(called)
         self.parts = parts
+        self._release_buckets()
         self.sender = self.transport = self.links.sender(near)
 
     def engines_changed(self) -> bool:
@@ -225,10 +227,14 @@ class EngineConnection:
         )
 
     def disconnect(self) -> None:
-        """Close all links; ``connect`` creates new ones."""
+        """Close all links and release the buckets; ``connect`` creates new ones."""
         self.links.close()
+        self._release_buckets()
         self.sender = self.transport = None
-        unpin()
+
+    def _release_buckets(self) -> None:
+        if self.sender is not None:
+            self.sender.close()
 
     def init_info(self, replica: int, places: Places | None = None) -> dict[str, Any]:
         """Make ``megarl.engines.sync.receiver.InitInfo`` for one engine."""
@@ -246,6 +252,7 @@ class EngineConnection:
             "weight_dtype": self.config.rollout.weight_dtype,
             "bucket_bytes": self.bucket_bytes,
             "transport": self.config.sync.transport,
+            "keep_buckets": self._keeps_buckets,
             "fingerprint": plans.of(replica).fingerprint,
             **({} if self.adapters is None else {"lora": asdict(self.config.model.lora)}),
             "adapter": self.config.sync.adapter,

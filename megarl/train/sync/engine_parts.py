@@ -101,15 +101,15 @@ def parts_of(plans: Sequence[ReshardPlan], workers: Sequence[int], places: Place
     Args:
         plans: One plan for all engines together, or one for each engine.
 
-    Engines whose workers are on the same machines share a plan, so that buckets are computed once.
+    Engines whose workers share memory with the same trainer ranks share a plan, so that buckets are computed once.
     """
     if plans[0].destination.num_ranks == sum(workers):
         return [PartOfEngines(range(len(workers)), replace(plans[0], nearness=places.nearness()))]
-    found: dict[tuple[str, tuple[str, ...]], ReshardPlan] = {}
+    found: dict[tuple[str, tuple[frozenset[int], ...]], ReshardPlan] = {}
     parts = []
     for engine, (plan, first) in enumerate(zip(plans, first_workers(workers), strict=True)):
         mine = places_of(places, engine, workers)
-        key = (plan.fingerprint, tuple(mine.workers))
+        key = (plan.fingerprint, tuple(frozenset(mine.senders_on_same_machine(i)) for i in range(len(mine.workers))))
         if key not in found:
             found[key] = replace(plan, nearness=mine.nearness())
         parts.append(PartOfEngines([engine], found[key], first))

@@ -48,10 +48,11 @@ class TrainerLinks:
         rank: This trainer rank, out of ``trainers``.
         over: ``sync.transport``.
         file: Memory file of this process, for buckets in host memory.
+        keeps: Keep buckets in GPU memory after a sync.
     """
 
-    def __init__(self, rank: int, trainers: int, over: Backend, file: MemoryFile) -> None:
-        self._rank, self._trainers, self._over, self._file = rank, trainers, over, file
+    def __init__(self, rank: int, trainers: int, over: Backend, file: MemoryFile, *, keeps: bool = True) -> None:
+        self._rank, self._trainers, self._over, self._file, self._keeps = rank, trainers, over, file, keeps
         self.notices = EngineLinks()
         """Links in host memory to the workers of all engines."""
         self._messages = EngineLinks(over) if over == "nccl" else self.notices
@@ -81,7 +82,7 @@ class TrainerLinks:
 
     def sender(self, near: frozenset[int]) -> SharedMemorySender:
         """Return the transport to all workers; the workers in ``near`` are on this machine."""
-        memory = DeviceMemory() if self._over == "nccl" else HostMemory(self._file)
+        memory = DeviceMemory(keeps=self._keeps) if self._over == "nccl" else HostMemory(self._file)
         return SharedMemorySender(self.notices, near, memory, self._messages)
 
     def remove(self, engine: int) -> None:

@@ -409,6 +409,7 @@ class WeightPublisher:
             clear_frames(error.__traceback__)  # they hold pending sends, which would keep the link open
             for engine in part.engines:
                 connection.links.remove(engine)
+            connection.sender.close()  # an engine that hangs may still read the buckets
             if not connection.each:
                 connection.disconnect()
             raise

@@ -45,6 +45,8 @@ _MODULUS = 1 << 64
 _SYNC_FAILURE = (
     "weights differ after the sync from what was sent; nothing is sampled with them (docs/weight_sync.md, Proof)"
 )
+_PLANS = 4
+"""Plans whose buckets a process keeps: engines near and far, all weights and those that training changes."""
 NO_ROOM = "no memory for a bucket of"
 """Words of an error that smaller buckets may avoid; errors from an engine or another rank arrive as text."""
 
@@ -86,13 +88,13 @@ class Transport(Protocol):
         ...
 
 
-@lru_cache(maxsize=1)  # a process is one rank of one job; every sync has the same buckets
+@lru_cache(maxsize=_PLANS)
 def buckets_from(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
     """Return the buckets that source rank ``rank`` sends, in order, of at most ``capacity`` bytes each."""
     return numbered(buckets_of(plan, plan.moves_from(rank), capacity, dtype))
 
 
-@lru_cache(maxsize=1)
+@lru_cache(maxsize=_PLANS)
 def buckets_to(plan: ReshardPlan, rank: int, capacity: int, dtype: torch.dtype) -> list[Bucket]:
     """Return the buckets that destination rank ``rank`` receives, in order."""
     return numbered(buckets_of(plan, plan.moves_to(rank), capacity, dtype))
