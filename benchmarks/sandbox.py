@@ -23,7 +23,7 @@ import page
 
 from megarl.config.rewards import CodeConfig
 from megarl.rewards.code import make_scorer
-from megarl.sandbox.host import find
+from megarl.sandbox.bubblewrap import find
 from megarl.sandbox.selftest import local_sandbox
 
 ROUNDS = 5

@@ -81,7 +81,7 @@ MUTANTS = (
            "unit/test_algorithms_estimates.py"),
     Mutant("DPO prefers what was rejected", "learn/algorithms/dpo.py", "masked(chosen - rejected, counted)",
            "masked(rejected - chosen, counted)", "unit/test_algorithms_pairs.py"),
-    Mutant("the KL's coefficient runs away", "learn/algorithms/terms/kl.py", "kl / config.target - 1.0",
+    Mutant("the KL's coefficient runs away", "learn/algorithms/terms/token_rewards.py", "kl / config.target - 1.0",
            "1.0 - kl / config.target", "unit/test_algorithms_estimates.py unit/test_algorithms.py"),
     # weights
     Mutant("other weights under the same version", "train/sync/last_published.py", "self._last[0] != version", "True",

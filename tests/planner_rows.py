@@ -19,8 +19,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.planner.accelerators import DEVICES, PACKED
 from megarl.planner.model_cost import LayerCost, ModelCost, Product
 from megarl.planner.predict import sync_seconds
-from megarl.planner.response_lengths import Lengths
-from megarl.planner.rollout import RolloutCost
+from megarl.planner.rollout import Lengths, RolloutCost
 from megarl.planner.training import TrainingCost
 from megarl.weights.checkpoint.formats.hf_source import complete
 

@@ -19,6 +19,5 @@ FACE = (
     "store.selection",
     "store.tables",
     "store.transactions",
-    "store.workers",
 )
 """Modules that other packages may import."""

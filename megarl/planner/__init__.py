@@ -4,5 +4,5 @@ Code here calculates: it reads no files, starts nothing and imports no vLLM. Con
 in ``accelerators.py``, with their ranges.
 """
 
-FACE = ("accelerators", "predict", "response_lengths", "search", "work")
+FACE = ("accelerators", "predict", "rollout", "search", "work")
 """Modules that other packages may import."""

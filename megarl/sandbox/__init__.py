@@ -3,5 +3,5 @@
 Code here imports ``core`` alone. Programs from a policy, a row or a client run only here.
 """
 
-FACE = ("bubblewrap", "client", "host", "interface", "local", "selftest", "service")
+FACE = ("bubblewrap", "client", "interface", "local", "selftest", "service")
 """Modules that other packages may import."""

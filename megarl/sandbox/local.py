@@ -24,7 +24,7 @@ from typing import Any, cast
 from megarl.core.errors import SandboxError
 from megarl.core.text import without_surrogates
 from megarl.sandbox import bubblewrap
-from megarl.sandbox.host import Host
+from megarl.sandbox.bubblewrap import Host
 from megarl.sandbox.inside.values import encode
 from megarl.sandbox.interface import CheckResult, Checks, Limit, Limits, Result, Test, owners
 

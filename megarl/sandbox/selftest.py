@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.errors import SandboxError
-from megarl.sandbox import host
-from megarl.sandbox.bubblewrap import ALLOWED_BY
-from megarl.sandbox.host import ENVIRONMENT
+from megarl.sandbox import bubblewrap
+from megarl.sandbox.bubblewrap import ALLOWED_BY, ENVIRONMENT
 from megarl.sandbox.interface import MIB, Limits, Test
 from megarl.sandbox.local import LocalSandbox
 
@@ -258,7 +257,7 @@ def local_sandbox(python: str | None = None) -> LocalSandbox:
     """
     with _lock:
         if python not in known:
-            found = host.find(python)
+            found = bubblewrap.find(python)
             try:
                 sandbox = LocalSandbox(found)
                 prove(sandbox)

@@ -9,8 +9,7 @@ from megarl.learn import algorithms
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.loop.rollout_waiting import ReplacedEngines, RolloutWaiter, WrittenCheckpoints
 from megarl.train.part import Services
-from megarl.train.rollout.evaluation import Evaluates, Evaluation
-from megarl.train.rollout.meanwhile import EvaluationMeanwhile
+from megarl.train.rollout.evaluation import Evaluates, Evaluation, EvaluationMeanwhile
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.connection import EngineConnection

@@ -18,7 +18,7 @@ from megarl.learn import algorithms
 from megarl.train.loop.course import Course, Steps
 from megarl.train.loop.offline import OfflineSteps
 from megarl.train.loop.rank import TrainerRank
-from megarl.train.memory.exhausted import memory_explained
+from megarl.train.memory import memory_explained
 from megarl.train.parts import PARTS
 from megarl.train.step import OnlineSteps
 from megarl.weights.megatron_private import silence

@@ -19,7 +19,7 @@ from megarl.config.schema import Config, TeacherConfig
 from megarl.core.errors import ConfigError, NonRetryableError
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput, StepInput
-from megarl.learn.algorithms.terms.token_parts import counts
+from megarl.learn.algorithms.terms.reduction import counts
 from megarl.learn.batching import Sequences
 from megarl.train.inference.inference import check_ids
 from megarl.train.rank.state import TrainState

@@ -21,7 +21,7 @@ from megarl.learn.memory.residents import Resident, Residents
 from megarl.run.checks.roles import check_budget
 from megarl.run.launch.job import MicroBatchBudget, halved
 from megarl.run.run_dir.changes import Change
-from megarl.train.memory.exhausted import memory_explained
+from megarl.train.memory import memory_explained
 
 HUGE = 1 << 50
 FAILING: dict[str, Callable[[], object]] = {

@@ -22,8 +22,7 @@ from megarl.planner import accelerators
 from megarl.planner.accelerators import DEVICES
 from megarl.planner.model_cost import ModelCost
 from megarl.planner.predict import predict, update_bytes
-from megarl.planner.response_lengths import Lengths
-from megarl.planner.rollout import RolloutCost
+from megarl.planner.rollout import Lengths, RolloutCost
 from megarl.planner.search import reason, search, ties
 from megarl.planner.training import TrainingCost, copies, rank_parameters
 from megarl.planner.work import JobPlan, StepWork

@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from megarl.buffer.store import OWN_SERVER, Claim, EndedGroup, Store, Used, UsedGroup, check_url, database, journal
 from megarl.buffer.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.buffer.store.database import shown
-from megarl.buffer.store.workers import Silence
+from megarl.buffer.store.engines import Silence
 from megarl.config import compose
 from megarl.core.errors import ConfigError, DataError, FencedError, JobError
 from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest

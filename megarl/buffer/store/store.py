@@ -12,7 +12,7 @@ last ``sync``, which precedes every checkpoint's manifest. WAL needs a local fil
 
 from __future__ import annotations
 
-from megarl.buffer.store.engines import EngineTable
+from megarl.buffer.store.engines import EngineTable, WorkerTable
 from megarl.buffer.store.experts import ExpertTable
 from megarl.buffer.store.groups import GroupTable
 from megarl.buffer.store.journal import Journal
@@ -23,7 +23,6 @@ from megarl.buffer.store.segments import SegmentTable
 from megarl.buffer.store.selection import SelectionTable
 from megarl.buffer.store.tasks import TaskTable
 from megarl.buffer.store.transactions import Transactions
-from megarl.buffer.store.workers import WorkerTable
 from megarl.core.jobs import TRAIN
 
 

@@ -25,8 +25,7 @@ from megarl.core.schema import Task
 from megarl.core.text import without_thought
 from megarl.explore.environments.types import Observation, checked, refuse
 from megarl.sandbox import bubblewrap
-from megarl.sandbox.bubblewrap import INSIDE_UID, LOOKUPS, as_they_are
-from megarl.sandbox.host import find
+from megarl.sandbox.bubblewrap import INSIDE_UID, LOOKUPS, as_they_are, find
 from megarl.sandbox.interface import MIB
 from megarl.tasks.harbor import TESTS_MB, HarborTask, read_folder
 

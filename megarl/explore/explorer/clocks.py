@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from megarl.buffer.store import Claim, Store
-from megarl.buffer.store.workers import BusyTime
+from megarl.buffer.store.engines import BusyTime
 from megarl.core.errors import WeightsPassed
 from megarl.core.metrics import Timeline
 

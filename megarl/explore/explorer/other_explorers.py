@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from megarl.buffer.store import Store
-from megarl.buffer.store.workers import Silence
+from megarl.buffer.store.engines import Silence
 from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.explore.explorer.held_out import record_evaluations

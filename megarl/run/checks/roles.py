@@ -16,7 +16,7 @@ from megarl.config.derived import context_tokens, is_teacher, path_of, sections_
 from megarl.config.schema import CriticConfig, RewardModelConfig
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.algorithms.terms import kl
+from megarl.learn.algorithms.terms import token_rewards
 from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
 from megarl.run.checks.dispatcher import check_dispatcher
@@ -77,7 +77,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
             "lower it"
         )
     responses = config.trainer.tasks_per_step * config.algorithm.group_size
-    kl.adapted(0.0, responses, config.algorithm.kl)
+    token_rewards.adapted(0.0, responses, config.algorithm.kl)
 
 
 def _may_have_experts(config: Config) -> bool:

@@ -14,7 +14,7 @@ from megarl.config.algorithms import reads_distribution
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Trajectory, name_of
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.algorithms.terms.token_parts import repeated
+from megarl.learn.algorithms.terms.reduction import repeated
 from megarl.learn.batching import Sequences, StepShare, dealt, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.memory.phases import Phase

@@ -32,7 +32,7 @@ from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel import process_groups
 from megarl.learn.training.adapters import share_base
 from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for
-from megarl.learn.training.optimizer_digests import check_written
+from megarl.learn.training.optimizer import check_written
 from megarl.learn.training.role_adapters import role_lora, shares_base
 from megarl.learn.training.schedule import Head
 from megarl.train.batch.images import ImageInputs

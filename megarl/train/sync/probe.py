@@ -21,7 +21,7 @@ from megarl.core.errors import WeightSyncError
 from megarl.engines.client.probe import DECODED, PROBE_TOLERANCES, FarText, ProbeText
 from megarl.learn.batching import Sequences
 from megarl.learn.training.model import Model
-from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.learn.training.optimizer import whole_digests
 from megarl.learn.training.schedule import Head
 from megarl.train.sync.last_published import SentWeights
 from megarl.weights.reshard import layout as boxes
