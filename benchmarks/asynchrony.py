@@ -34,7 +34,7 @@ import simulation
 
 from megarl.buffer.order.pacing import Pacing
 from megarl.buffer.store import Store
-from megarl.train.rollout.awaited import rollout_id
+from megarl.train.rollout.found import rollout_id
 
 MEDIAN, P99, MOST = 32, 512, 1024
 BUDGET, SEGMENT = 128, 64
@@ -331,7 +331,7 @@ def main() -> None:
             schedule = configuration.schedule
             own = folder / "_".join(re.findall("[a-z0-9]+", schedule.name))
             own.mkdir(parents=True, exist_ok=True)
-            run_dir, workflow = own / "run", own / "lengths.py"
+            run_dir, workflow = own / "run", own / "derived.py"
             workflow.write_text(f"CONTEXT = {context}\n{WORKFLOW}")
             first = schedule.pacing.max_staleness + 2
             steps = first + arguments.steps + schedule.pacing.max_staleness

@@ -27,8 +27,7 @@ from megarl.buffer.store import Claim
 from megarl.core.schema import WeightsVersion
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
-from megarl.explore.agents.server import AgentServer
-from megarl.explore.agents.session import Session
+from megarl.explore.agents.server import AgentServer, Session
 from megarl.explore.recording.model import RenderedPrompt, RolloutModel
 from megarl.tasks import ChatTokenizer
 

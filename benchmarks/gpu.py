@@ -294,8 +294,7 @@ def _sync_rank(rank: int, port: int, folder: str) -> None:
     import torch.distributed as dist
     from reshard import Between, without_digests
 
-    from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-    from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.shared import HostMemory, SharedMemoryReceiver, SharedMemorySender, memory_file
     from megarl.weights.reshard import execute
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan

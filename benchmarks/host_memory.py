@@ -171,7 +171,7 @@ def steps_of(config: Any, store: Any) -> Any:
     from megarl.train.inference.inference import Inference
     from megarl.train.inference.models import Models
     from megarl.train.part import Services
-    from megarl.train.rank.context import RunContext
+    from megarl.train.rank.state import RunContext
     from megarl.train.rollout import rollouts
     from megarl.train.rollout.reading import NodeReader, RolloutReader
     from megarl.train.step import OnlineSteps

@@ -22,7 +22,7 @@ from megarl.core.schema import Reward, Task, WeightsVersion
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
 from megarl.explore.agents import openai
-from megarl.explore.agents.session import Session
+from megarl.explore.agents.server import Session
 from megarl.explore.recording.model import RenderedPrompt, RolloutModel
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer

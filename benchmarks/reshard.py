@@ -30,14 +30,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
+from megarl.engines.sync.shared import HostMemory, SharedMemoryReceiver, SharedMemorySender, memory_file
 from megarl.weights.architectures import architecture
-from megarl.weights.reshard import boxes, execute
+from megarl.weights.reshard import execute
+from megarl.weights.reshard import layout as boxes
+from megarl.weights.reshard.copy import GroupTransport
 from megarl.weights.reshard.execute import receive, send
 from megarl.weights.reshard.layouts import Layout, MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
-from megarl.weights.reshard.transport import GroupTransport
 
 T = TypeVar("T")
 GRID = MegatronGrid(tp=2, pp=2)

@@ -22,9 +22,9 @@ from typing import Any
 import page
 
 from megarl.config.rewards import CodeConfig
-from megarl.rewards.code.verifier import make_scorer
-from megarl.sandbox.host import find
-from megarl.sandbox.proven import local_sandbox
+from megarl.rewards.code import make_scorer
+from megarl.sandbox.bubblewrap import find
+from megarl.sandbox.selftest import local_sandbox
 
 ROUNDS = 5
 SECONDS = 2.0

@@ -36,8 +36,8 @@ from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.engines.fleet import EngineRow
 from megarl.learn.batching import MicroBatching, dealt
 from megarl.run.nodes import health
-from megarl.run.nodes.channel import Channel
 from megarl.run.nodes.node import Spec, Started
+from megarl.run.nodes.node_agent import Channel
 from megarl.run.nodes.remote import RemoteNode, RemoteProcess
 from megarl.run.postgres import Server
 from megarl.run.report.data import load

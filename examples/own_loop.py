@@ -10,7 +10,7 @@ from megarl.train.loop.course import Course
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.awaited import Published
+from megarl.train.rollout.found import Published
 from megarl.train.services import Services, services_of
 from megarl.train.step import OnlineSteps
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl.core.processes.collector import uncollected
+from megarl.core.processes.machine import uncollected
 from megarl.planner.accelerators import DEVICES
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
@@ -341,7 +341,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _bench(arguments: argparse.Namespace) -> int:
     from megarl.config import compose
-    from megarl.run.process.forkserver import ForkServers
+    from megarl.run.process.process import ForkServers
 
     config = compose(arguments.overrides, own=arguments.config_dir)
     is_forked = config.run.fork_servers and config.parallel.backend == "gloo" and not arguments.check
@@ -381,7 +381,7 @@ def _run_job(config: Config) -> int:
     servers = None
     if config.run.fork_servers and config.parallel.backend == "gloo":  # CUDA does not work in a forked process
         from megarl.rewards.pool.child import fork_root
-        from megarl.run.process.forkserver import ForkServers
+        from megarl.run.process.process import ForkServers
 
         fork_root()
         servers = ForkServers([config.rollout.num_threads, config.trainer.num_threads], ["megarl.run.launch.job"])
@@ -403,7 +403,7 @@ def _check_job(config: Config, arguments: argparse.Namespace) -> int:
         from megarl.run.nodes import gpu_state
         from megarl.run.nodes.fit import planned
         from megarl.run.nodes.plan import NodeInfo
-        from megarl.run.run_dir.dry_run import no_bytecode
+        from megarl.run.run_dir.prepare import no_bytecode
 
     nodes = 1 if arguments.nodes is None else arguments.nodes
     if nodes < 1:
@@ -435,7 +435,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     text, healthy = examine(arguments.host)
     sys.stdout.write(text)
     if arguments.bundle is not None:
-        from megarl.run.report.bundle import write_bundle
+        from megarl.run.report.doctor import write_bundle
 
         target = write_bundle(Path(arguments.bundle), text, Path("megarl-bundle.zip"))
         sys.stdout.write(f"wrote {target}; logs may hold texts of your rows: look before you send it\n")
@@ -513,8 +513,8 @@ def _offer(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from megarl.core.errors import ConfigError
+    from megarl.rewards.pool.child import PrintedOutput
     from megarl.rewards.pool.host import serve
-    from megarl.rewards.pool.printed_output import PrintedOutput
 
     key = os.environ.get("MEGARL_JOB_KEY", "")
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from megarl.config.schema import ModelConfig
-from megarl.run.supervise.engine_process import engine_process
+from megarl.run.supervise.process_specs import engine_process
 from megarl.weights.architectures import ARCHITECTURES
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import HOST, KEY

@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import ParallelConfig
-from megarl.planner.accelerators import DEVICES
-from megarl.planner.constants import PACKED
+from megarl.planner.accelerators import DEVICES, PACKED
 from megarl.planner.model_cost import LayerCost, ModelCost, Product
-from megarl.planner.response_lengths import Lengths
-from megarl.planner.rollout import RolloutCost
-from megarl.planner.sync import sync_seconds
+from megarl.planner.predict import sync_seconds
+from megarl.planner.rollout import Lengths, RolloutCost
 from megarl.planner.training import TrainingCost
 from megarl.weights.checkpoint.formats.hf_source import complete
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import torch
 
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, settings_of
 from megarl.config.job import SyncConfig
 from megarl.config.schema import Config, TeacherConfig

@@ -12,8 +12,8 @@ from sqlalchemy import select
 
 from megarl.buffer.store import Claim, EndedGroup, ExpertExperience, GivenReward, Store, Used
 from megarl.buffer.store.database import open_engine
+from megarl.buffer.store.engines import BusyTime
 from megarl.buffer.store.tables import METADATA
-from megarl.buffer.store.workers import BusyTime
 from megarl.core.schema import Reward, Segment, Task, Trajectory, WeightsSpan, WeightsVersion, digest_of
 from megarl.engines.fleet import EngineTurn
 from tests.engine_rows import serving_row

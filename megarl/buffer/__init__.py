@@ -5,17 +5,13 @@ Code here writes the database, one transaction at a time. It calls no engine and
 
 FACE = (
     "experience",
-    "experience.groups",
     "experience.held_out",
-    "experience.intervals",
-    "experience.majority",
     "experience.operators",
     "experience.pipeline",
     "order.draws",
     "order.group_choice",
     "order.pacing",
     "order.replay",
-    "order.source_shares",
     "store",
     "store.claims",
     "store.database",
@@ -23,6 +19,5 @@ FACE = (
     "store.selection",
     "store.tables",
     "store.transactions",
-    "store.workers",
 )
 """Modules that other packages may import."""

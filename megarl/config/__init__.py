@@ -11,18 +11,15 @@ __all__ = ["Config", "compose", "config_dir", "from_dict", "load_resolved", "sav
 FACE = (
     "algorithms",
     "bounds",
-    "buffer",
+    "derived",
     "hub",
     "job",
-    "lengths",
     "load",
     "lora",
-    "model_roles",
     "overrides",
     "rewards",
     "schema",
     "settings_page",
     "taskset",
-    "validate",
 )
 """Modules that other packages may import."""

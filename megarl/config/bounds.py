@@ -1,6 +1,6 @@
 """Bounds of numbers. A setting has its bound in its type: ``clip_low: Coefficient``, ``Annotated[int, Bound(1, 101)]``.
 
-``validate.py`` checks values against them; the settings reference prints them.
+``load.py`` checks values against them; the settings reference prints them.
 """
 
 from __future__ import annotations

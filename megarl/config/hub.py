@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from megarl.config.model_roles import RoleConfig, sections_of, teacher_role, with_sections
+from megarl.config.derived import RoleConfig, sections_of, teacher_role, with_sections
 from megarl.config.schema import Config, ReferenceConfig
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Every setting of megarl, once. Rewards are in ``rewards.py``, tasks in ``taskset.py``, the buffer in ``buffer.py``,
+"""Every setting of megarl, once. Rewards are in ``rewards.py``, tasks in ``taskset.py``, the buffer in ``job.py``,
 the job around the training in ``job.py``. YAML files under ``configs/`` only set values of these frozen dataclasses.
 
 Units are in the names (``_s`` seconds, ``_bytes``, ``_tokens``); a field's docstring is its help text.
@@ -23,8 +23,7 @@ from megarl.config.bounds import (
     Threads,
     UnitInterval,
 )
-from megarl.config.buffer import BufferConfig
-from megarl.config.job import ClusterConfig, RunConfig, StoreConfig, SyncConfig
+from megarl.config.job import BufferConfig, ClusterConfig, RunConfig, StoreConfig, SyncConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.rewards import RewardConfig
 from megarl.config.taskset import TasksetConfig

@@ -5,8 +5,6 @@ Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync`` and `
 """
 
 FACE = (
-    "client.addresses",
-    "client.auth",
     "client.client",
     "client.control",
     "client.engine_choice",
@@ -16,7 +14,6 @@ FACE = (
     "client.names",
     "client.probe",
     "fleet",
-    "sync.bucket_memory",
     "sync.link",
     "sync.shared",
 )

@@ -3,13 +3,5 @@
 Code here imports nothing of ``weights``, ``learn`` and ``train``, and no torch. It reads and writes the buffer.
 """
 
-FACE = (
-    "bench.answers",
-    "bench.driver",
-    "environments",
-    "explorer.explorer",
-    "explorer.explorer_share",
-    "recording.images",
-    "workflows",
-)
+FACE = ("bench", "environments", "explorer.explorer", "explorer.other_explorers", "recording.images", "workflows")
 """Modules that other packages may import."""

@@ -5,9 +5,8 @@ Code here works on tensors and Megatron-Core, without store, engines or tasks.
 
 FACE = (
     "algorithms",
-    "algorithms.terms.kl",
     "algorithms.terms.reduction",
-    "algorithms.terms.token_parts",
+    "algorithms.terms.token_rewards",
     "batching",
     "batching.images",
     "batching.sequences",
@@ -26,7 +25,6 @@ FACE = (
     "training.model",
     "training.objectives",
     "training.optimizer",
-    "training.optimizer_digests",
     "training.role_adapters",
     "training.schedule",
 )

@@ -9,7 +9,7 @@ import itertools
 
 import torch
 
-from megarl.ops import checks, native
+from megarl.ops import native
 
 
 def gae(
@@ -55,7 +55,7 @@ def discounted_returns(
 
     Same arguments and errors as ``gae``; returns float32 [T].
     """
-    checks.tensor("rewards", rewards, dtypes=checks.REFERENCE if native.twin() else (native.real(),))
+    native.tensor("rewards", rewards, dtypes=native.REFERENCE if native.twin() else (native.real(),))
     return gae(rewards, torch.zeros_like(rewards), cu_seqlens, gamma=gamma, lam=1.0, bootstrap=bootstrap)[1]
 
 
@@ -86,7 +86,7 @@ def packed_gae(
 ) -> torch.Tensor:
     """:func:`gae` as one [2, T] tensor. Two tensors freed together would go back to the system, and cost new pages."""
     cu_seqlens = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam)
-    checks.rising("cu_seqlens", cu_seqlens, rewards.shape[0])
+    native.rising("cu_seqlens", cu_seqlens, rewards.shape[0])
     rewards, values, bootstrap = rewards.contiguous(), values.contiguous(), bootstrap.contiguous()
     tokens, sequences = rewards.shape[0], cu_seqlens.shape[0] - 1
     # On the CPU cu_seqlens was checked, so every token is written.
@@ -145,12 +145,12 @@ def _check(
     dtypes: tuple[torch.dtype, ...] | None = None,
 ) -> torch.Tensor:
     """Return ``cu_seqlens`` as contiguous int64. ``dtypes``: allowed dtypes; ``None`` for the kernels' dtype."""
-    checks.tensor("rewards", rewards, dtypes=dtypes or (native.real(),), shape=(None,))
-    checks.tensor("values", values, dtypes=(rewards.dtype,), shape=tuple(rewards.shape), like=rewards)
-    offsets = checks.offsets("cu_seqlens", cu_seqlens, like=rewards)
-    checks.tensor("bootstrap", bootstrap, dtypes=(rewards.dtype,), shape=(offsets.shape[0] - 1,), like=rewards)
-    checks.number("gamma", gamma, low=0, high=1)
-    checks.number("lam", lam, low=0, high=1)
+    native.tensor("rewards", rewards, dtypes=dtypes or (native.real(),), shape=(None,))
+    native.tensor("values", values, dtypes=(rewards.dtype,), shape=tuple(rewards.shape), like=rewards)
+    offsets = native.offsets("cu_seqlens", cu_seqlens, like=rewards)
+    native.tensor("bootstrap", bootstrap, dtypes=(rewards.dtype,), shape=(offsets.shape[0] - 1,), like=rewards)
+    native.number("gamma", gamma, low=0, high=1)
+    native.number("lam", lam, low=0, high=1)
     return offsets
 
 
@@ -163,5 +163,5 @@ def _check_reference(
     lam: float,
 ) -> None:
     """Check the references' arguments; float64 is allowed too, for exact values and gradient checks."""
-    offsets = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam, dtypes=checks.REFERENCE)
-    checks.rising("cu_seqlens", offsets, rewards.shape[0])
+    offsets = _check(rewards, values, cu_seqlens, bootstrap, gamma, lam, dtypes=native.REFERENCE)
+    native.rising("cu_seqlens", offsets, rewards.shape[0])

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from megarl.ops import checks, native
+from megarl.ops import native
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_DIMS = 8
@@ -129,7 +129,7 @@ def _row_major_steps(shape: Sequence[int]) -> list[int]:
 def _check_form(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
     if not isinstance(x, torch.Tensor):
         raise TypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
-    checks.device("x", x)
+    native.device("x", x)
     if not x.dim() == len(start) == len(shape):
         raise ValueError(f"x has {x.dim()} dimensions, start {tuple(start)} and shape {tuple(shape)} must have as many")
     if x.dim() > _MAX_DIMS:

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from megarl.ops import checks, logprob
+from megarl.ops import logprob, native
 from megarl.ops.linear import Gradients
 
 BUFFERS = 6
@@ -279,17 +279,17 @@ def linear_divergence(
     Raises:
         TypeError, ValueError: an argument of the wrong type, shape or device.
     """
-    checks.tensor("hidden", hidden, dtypes=_DTYPES, shape=(None, None))
-    checks.tensor("weight", weight, dtypes=(hidden.dtype,), shape=(None, hidden.shape[1]), like=hidden)
+    native.tensor("hidden", hidden, dtypes=_DTYPES, shape=(None, None))
+    native.tensor("weight", weight, dtypes=(hidden.dtype,), shape=(None, hidden.shape[1]), like=hidden)
     logprob.check_shard(weight.shape[0], group, vocab_start, vocab_size)
     rows = hidden.shape[0]
     if isinstance(teacher, WholeVocabulary):
-        checks.tensor("teacher.hidden", teacher.hidden, dtypes=_DTYPES, shape=(rows, None), like=hidden)
+        native.tensor("teacher.hidden", teacher.hidden, dtypes=_DTYPES, shape=(rows, None), like=hidden)
         shape = (weight.shape[0], teacher.hidden.shape[1])
-        checks.tensor("teacher.weight", teacher.weight, dtypes=(teacher.hidden.dtype,), shape=shape, like=hidden)
+        native.tensor("teacher.weight", teacher.weight, dtypes=(teacher.hidden.dtype,), shape=shape, like=hidden)
     else:
-        checks.tensor("teacher.ids", teacher.ids, dtypes=(torch.int64,), shape=(rows, None), like=hidden)
-        checks.tensor("teacher.logp", teacher.logp, dtypes=_DTYPES, shape=tuple(teacher.ids.shape), like=hidden)
+        native.tensor("teacher.ids", teacher.ids, dtypes=(torch.int64,), shape=(rows, None), like=hidden)
+        native.tensor("teacher.logp", teacher.logp, dtypes=_DTYPES, shape=tuple(teacher.ids.shape), like=hidden)
     shard = VocabularyShard(vocab_start, _columns(weight, vocab_start, vocab_size), float(temperature), group)
     if isinstance(teacher, WholeVocabulary):
         teacher = WholeVocabulary(teacher.hidden, teacher.weight[: shard.columns])
@@ -409,7 +409,7 @@ def linear_divergence_reference(
     return beta * of(log_m, log_p) + (1.0 - beta) * of(log_m, log_q)
 
 
-_DTYPES = (*checks.REFERENCE, torch.bfloat16, torch.float16)
+_DTYPES = (*native.REFERENCE, torch.bfloat16, torch.float16)
 
 
 def _whole(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megarl.ops import checks, logprob, native
+from megarl.ops import logprob, native
 
 ChunkLoss = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 """(logp [c], entropy [c], slice of their rows) -> scalar: this chunk's share of the loss."""
@@ -302,8 +302,8 @@ def _check(
     logits_bytes: int | None,
 ) -> int:
     """Check the arguments. Return the rows of a chunk: all rows if they fit into the budget."""
-    checks.tensor("hidden", hidden, dtypes=logprob.logits_dtypes(), shape=(None, None))
-    checks.tensor("weight", weight, dtypes=(hidden.dtype,), shape=(None, hidden.shape[1]), like=hidden)
+    native.tensor("hidden", hidden, dtypes=logprob.logits_dtypes(), shape=(None, None))
+    native.tensor("weight", weight, dtypes=(hidden.dtype,), shape=(None, hidden.shape[1]), like=hidden)
     logprob.check_shard(weight.shape[0], group, vocab_start, vocab_size)
     logprob.check_targets(hidden, targets, vocab_size, temperature)
     fit = rows_in_budget(weight.shape[0], hidden.dtype, logits_bytes)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megarl.ops import checks, native
+from megarl.ops import native
 
 IGNORED = -100
 """Target of a masked row: log-prob 0, entropy 0, no gradient."""
@@ -114,7 +114,7 @@ def combine_stats(
     Returns:
         (logp [T], entropy [T], norm [T, 2] = {max x, log Σe}), float32.
     """
-    checks.tensor("stats", stats, dtypes=(native.real(),), shape=(None, None, 4))
+    native.tensor("stats", stats, dtypes=(native.real(),), shape=(None, None, 4))
     stats = stats.contiguous()
     shards, rows, _ = stats.shape
     _check_rows(stats[0] if shards else stats.new_empty(0, 4), native.real(), targets=targets)
@@ -235,7 +235,7 @@ def vocab_parallel_logprob_reference(
 
 
 def _check_logits(logits: torch.Tensor) -> None:
-    checks.tensor("logits", logits, dtypes=logits_dtypes(), shape=(None, None))
+    native.tensor("logits", logits, dtypes=logits_dtypes(), shape=(None, None))
     if logits.shape[1] > 1 and logits.stride(1) != 1:
         raise ValueError(f"logits must have contiguous columns, got strides {logits.stride()}; call .contiguous()")
 
@@ -245,10 +245,10 @@ def _check_rows(
 ) -> None:
     """Check the kernels' other inputs against logits: number of rows, contiguity, dtype."""
     rows = logits.shape[0]
-    checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(rows,), like=logits)
+    native.tensor("targets", targets, dtypes=(torch.int64,), shape=(rows,), like=logits)
     for name, x in others.items():
         if x is not None:
-            checks.tensor(name, x, dtypes=(dtype,), shape=(rows, 2) if name == "norm" else (rows,), like=logits)
+            native.tensor(name, x, dtypes=(dtype,), shape=(rows, 2) if name == "norm" else (rows,), like=logits)
     for name, x in {"targets": targets, **others}.items():
         if x is not None and not x.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {x.stride()}; call .contiguous()")
@@ -312,7 +312,7 @@ def _check_shards(
 
 def check_targets(like: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float) -> None:
     """Check the targets for rows of ``like`` [T, any]. Raises TypeError or ValueError naming the argument."""
-    checks.tensor("targets", targets, dtypes=(torch.int64,), shape=(like.shape[0],), like=like)
+    native.tensor("targets", targets, dtypes=(torch.int64,), shape=(like.shape[0],), like=like)
     if not isinstance(temperature, int | float | torch.SymFloat):
         raise TypeError(f"temperature must be a number, got {type(temperature).__name__}")
     if not 1e-30 <= temperature <= 1e30:  # so that its inverse is a normal float32
@@ -330,7 +330,7 @@ def check_targets(like: torch.Tensor, targets: torch.Tensor, vocab_size: int, te
 
 def logits_dtypes() -> tuple[torch.dtype, ...]:
     """Dtypes of logits that the implementation in use (kernels or twins) supports."""
-    return (*checks.REFERENCE, torch.bfloat16, torch.float16) if native.twin() else tuple(_dtypes())
+    return (*native.REFERENCE, torch.bfloat16, torch.float16) if native.twin() else tuple(_dtypes())
 
 
 def _dtypes() -> dict[torch.dtype, int]:

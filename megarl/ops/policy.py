@@ -23,7 +23,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from megarl.ops import checks, native
+from megarl.ops import native
 
 IMPORTANCE = ("token", "sequence_mean", "sequence_product")
 OBJECTIVES = ("ppo_clip", "cispo")
@@ -160,9 +160,9 @@ def policy_loss_reference(
         kl_coef,
         entropy_coef,
         scale,
-        dtypes=checks.REFERENCE,
+        dtypes=native.REFERENCE,
     )
-    checks.rising("cu_seqlens", offsets, logp.shape[0])
+    native.rising("cu_seqlens", offsets, logp.shape[0])
     _check_row_weight(row_weight, offsets)
     keep = torch.ones_like(logp, dtype=torch.bool) if mask is None else mask
     rows = offsets.numel() - 1
@@ -303,7 +303,7 @@ def policy_rows(
         entropy_coef,
         scale,
     )
-    checks.rising("cu_seqlens", cu_seqlens, logp.shape[0])
+    native.rising("cu_seqlens", cu_seqlens, logp.shape[0])
     how = native.library.Policy(
         importance=IMPORTANCE.index(importance), objective=OBJECTIVES.index(objective), kl=ESTIMATORS.index(kl),
         aggregation=AGGREGATIONS.index(aggregation), clip_low=clip_low, clip_high=clip_high, dual_clip=dual_clip or 0.0,
@@ -394,15 +394,15 @@ def _check(
 ) -> torch.Tensor:
     """Return contiguous int64 ``cu_seqlens``. Arguments in the op's order; ``dtypes``: ``None`` for the kernels'
     dtypes."""
-    checks.tensor("logp", logp, dtypes=dtypes or (native.real(),), shape=(None,))
+    native.tensor("logp", logp, dtypes=dtypes or (native.real(),), shape=(None,))
     shape = tuple(logp.shape)
     for name, x in {"old_logp": old_logp, "advantages": advantages}.items():
-        checks.tensor(name, x, dtypes=(logp.dtype,), shape=shape, like=logp)
+        native.tensor(name, x, dtypes=(logp.dtype,), shape=shape, like=logp)
     for name, given in {"entropy": entropy, "ref_logp": ref_logp, "is_weight": is_weight}.items():
         if given is not None:
-            checks.tensor(name, given, dtypes=(logp.dtype,), shape=shape, like=logp)
+            native.tensor(name, given, dtypes=(logp.dtype,), shape=shape, like=logp)
     if mask is not None:
-        checks.tensor("mask", mask, dtypes=(torch.bool,), shape=shape, like=logp)
+        native.tensor("mask", mask, dtypes=(torch.bool,), shape=shape, like=logp)
     choices = {
         "importance": (importance, IMPORTANCE), "objective": (objective, OBJECTIVES), "kl": (kl, ESTIMATORS),
         "aggregation": (aggregation, AGGREGATIONS),
@@ -410,12 +410,12 @@ def _check(
     for name, (value, known) in choices.items():
         if value not in known:
             raise ValueError(f"{name} must be one of {', '.join(map(str, known))}, got {value!r}")
-    checks.number("clip_low", clip_low, low=0, finite=False)
-    checks.number("clip_high", clip_high, low=0, finite=False)
+    native.number("clip_low", clip_low, low=0, finite=False)
+    native.number("clip_high", clip_high, low=0, finite=False)
     for name, coefficient in {"kl_coef": kl_coef, "entropy_coef": entropy_coef, "scale": scale}.items():
-        checks.number(name, coefficient)
+        native.number(name, coefficient)
     if dual_clip is not None:
-        checks.number("dual_clip", dual_clip)
+        native.number("dual_clip", dual_clip)
         if not dual_clip > 1 or objective != "ppo_clip":
             raise ValueError(
                 f"dual_clip must be above 1 and goes with objective ppo_clip, got {dual_clip} with {objective}"
@@ -426,4 +426,4 @@ def _check(
         raise ValueError(f"kl must be given with kl_coef={kl_coef}")
     if entropy_coef and entropy is None:
         raise ValueError(f"entropy must be given with entropy_coef={entropy_coef}")
-    return checks.offsets("cu_seqlens", cu_seqlens, like=logp)
+    return native.offsets("cu_seqlens", cu_seqlens, like=logp)

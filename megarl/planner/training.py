@@ -12,8 +12,15 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from megarl.config.schema import ParallelConfig
-from megarl.planner.accelerators import Device
-from megarl.planner.constants import ATTENTION_SHARE, EXPERT_LAYER_S, FP8_GAIN, MEMORY_SHARE, PACKED, PRODUCT_SHARE
+from megarl.planner.accelerators import (
+    ATTENTION_SHARE,
+    EXPERT_LAYER_S,
+    FP8_GAIN,
+    MEMORY_SHARE,
+    PACKED,
+    PRODUCT_SHARE,
+    Device,
+)
 from megarl.planner.model_cost import BF16, LayerCost, ModelCost
 from megarl.weights.reshard.grid import MegatronGrid
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config import Config
-from megarl.config.model_roles import is_teacher
+from megarl.config.derived import is_teacher
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import roles_of
 from megarl.planner.model_cost import ModelCost
-from megarl.planner.response_lengths import Lengths
+from megarl.planner.rollout import Lengths
 from megarl.weights.architectures import ModelSizes, architecture
 
 USUAL_SHARE = 0.4

@@ -10,20 +10,17 @@ from megarl.rewards.routes import compute_score
 __all__ = ["RewardPool", "Verdict", "compute_score"]
 
 FACE = (
-    "code.verifier",
+    "code",
     "judge.family",
     "judge.judge",
     "pool.child",
     "pool.host",
     "pool.pool",
-    "pool.printed_output",
     "pool.process",
     "pool.tally",
     "routes",
     "school.verifier",
-    "shape",
     "teacher_server",
     "verdict",
-    "votes",
 )
 """Modules that other packages may import."""

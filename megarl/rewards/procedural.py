@@ -16,7 +16,7 @@ from fractions import Fraction
 from typing import Any
 
 from megarl.core.errors import DataError
-from megarl.core.reasoning import reasoning_gym
+from megarl.core.imports import reasoning_gym
 from megarl.rewards.answer.grammar import after_thinking
 
 VERSION = "0.1.25"

@@ -1,4 +1,9 @@
-"""Verifiers by data source. A new reward family is one file, a row of ``FAMILIES`` and rows of ``ROUTES``."""
+"""Verifiers by data source, for scores and for majority votes.
+
+A new reward family is one file, a row of ``FAMILIES`` and rows of ``ROUTES``.
+
+Two answers count as one if their texts are equal after ``clean`` (LaTeX notation, spaces), right or wrong.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,10 @@ from typing import Any
 
 from megarl.config.rewards import RewardConfig
 from megarl.core.errors import DataError
-from megarl.rewards import procedural
-from megarl.rewards.code import tests as code_tests
-from megarl.rewards.code import verifier as code
+from megarl.core.schema import Task
+from megarl.rewards import code, code_tests, procedural
+from megarl.rewards.answer.grammar import extract
+from megarl.rewards.answer.normalize import clean
 from megarl.rewards.judge import family as judge_family
 from megarl.rewards.math import verifier as math_verifier
 from megarl.rewards.school import verifier as k12
@@ -169,3 +175,43 @@ def compute_score(
         DataError: the data source has no verifier.
     """
     return to_verdict(scorer_for(data_source, config)(solution_str, ground_truth, extra_info))
+
+
+MAX_VOTE = 200
+"""Maximum characters of a compared answer."""
+
+
+def _marked(answer_format: str) -> Callable[[str, Mapping[str, Any]], str]:
+    def read(text: str, info: Mapping[str, Any]) -> str:
+        return clean(extract(text, info.get("answer_format") or answer_format)[:MAX_VOTE])
+
+    return read
+
+
+def _procedural(text: str, info: Mapping[str, Any]) -> str:
+    return " ".join(procedural.answer_of(text).split())[:MAX_VOTE]
+
+
+EXTRACTORS: dict[str, Callable[[str, Mapping[str, Any]], str]] = {
+    "reasoning_gym": _procedural,
+    "math": _marked("any"),
+    "math_named": _marked("any"),
+    "math_lined": _marked("line"),
+    "math_boxed": _marked("box"),
+    "gsm8k": _marked("hashes"),
+    "k12": _marked("any"),
+}
+"""Family of verifiers -> function of a response and ``extra_info`` that returns the answer, "" for none."""
+
+
+def extractor(task: Task, config: RewardConfig) -> Callable[[str], str] | None:
+    """Return a function that reads the answer in a response to a task; None if its verifier extracts none: programs,
+    judges, images, and functions of users."""
+    if config.path is not None:
+        return None
+    try:
+        family, _ = route(task.data_source, config.routes)
+    except DataError:
+        return None
+    read = EXTRACTORS.get(family)
+    return None if read is None else lambda text: read(text, task.extra_info)

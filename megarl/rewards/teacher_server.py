@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from megarl.config.model_roles import teacher_of, teacher_role
+from megarl.config.derived import teacher_of, teacher_role
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.schema import TEACHER, End, Reward, TeacherScores, Trajectory

@@ -18,11 +18,10 @@ FACE = (
     "nodes.gpu_state",
     "nodes.plan",
     "planning",
-    "process.forkserver",
     "process.interrupt",
-    "report.bundle",
+    "process.process",
     "report.doctor",
     "report.html",
-    "run_dir.dry_run",
+    "run_dir.prepare",
 )
 """Modules that other packages may import."""

@@ -16,7 +16,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.metrics import records
 from megarl.planner.accelerators import DEVICES
 from megarl.planner.predict import Prediction, predict
-from megarl.planner.response_lengths import Lengths
+from megarl.planner.rollout import Lengths
 from megarl.planner.search import TIE, reason, search, ties
 from megarl.planner.work import JobPlan, StepWork
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config

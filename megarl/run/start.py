@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from megarl.core.errors import MemoryFullError
 from megarl.core.processes import heartbeat
-from megarl.core.processes.collector import uncollected
+from megarl.core.processes.machine import uncollected
 from megarl.core.processes.parent import end_after_parent
 from megarl.core.processes.secrets import hide_secrets
 
@@ -35,7 +35,7 @@ def main() -> int:
         elif role == "explorer":
             from megarl.explore.explorer.explorer import main as run
         elif role == "bench":
-            from megarl.explore.bench.driver import main as run
+            from megarl.explore.bench import main as run
         else:
             sys.stderr.write("usage: python -m megarl.run.start trainer|explorer|bench --config RUN/resolved.json\n")
             return 2

@@ -3,5 +3,5 @@
 Code here imports ``core`` alone. Programs from a policy, a row or a client run only here.
 """
 
-FACE = ("box", "bubblewrap", "client", "host", "interface", "local", "name_owners", "proven", "seccomp", "service")
+FACE = ("bubblewrap", "client", "interface", "local", "selftest", "service")
 """Modules that other packages may import."""

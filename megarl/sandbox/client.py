@@ -1,21 +1,128 @@
-"""The client of a ``megarl sandbox serve``, and the choice between it and this machine's sandbox."""
+"""The client of a ``megarl sandbox serve``: requests and replies as JSON, the same for both sides."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import hashlib
 import hmac
 import http.client
 import json
+import os
 import secrets
 import time
 import urllib.parse
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from megarl.core.errors import SandboxError
-from megarl.sandbox import wire
-from megarl.sandbox.interface import CheckResult, Checks, Limits, Result, Sandbox, Test
-from megarl.sandbox.proven import local_sandbox
+from megarl.sandbox.inside import values
+from megarl.sandbox.interface import Call, CheckResult, Checks, Limit, Limits, Result, Sandbox, Test
+from megarl.sandbox.selftest import local_sandbox
+
+KEY_VARIABLE = "MEGARL_SANDBOX_KEY"
+MAX_BODY_BYTES = 64 * 2**20
+REQUEST_HEADER, SIGNATURE_HEADER = "Megarl-Request", "Megarl-Signature"
+"""Headers: the client's random name of a request; in the reply, the ``signature`` of both."""
+
+
+def key() -> str:
+    return os.environ.get(KEY_VARIABLE, "")
+
+
+def signature(key: str, request: str, reply: bytes) -> str:
+    """Return the signature that proves a reply complete, from the service and for this request."""
+    return hmac.new(
+        key.encode(), request.encode("utf-8", "surrogateescape") + b"\n" + reply, hashlib.sha256
+    ).hexdigest()
+
+
+def to_json(value: Any) -> Any:
+    """Convert any dataclass of the interface but ``Test``."""
+    return dataclasses.asdict(value)
+
+
+def a_test_to(test: Test) -> Any:
+    call = (
+        None
+        if test.call is None
+        else {"function": test.call.function, "arguments": values.encode(list(test.call.arguments))}
+    )
+    return {"stdin": test.stdin, "call": call}
+
+
+def a_test_from(data: dict[str, Any]) -> Test:
+    call = data.get("call")
+    made = (
+        None if call is None else Call(_is(call["function"], str), tuple(_is(values.decode(call["arguments"]), list)))
+    )
+    return Test(_is(data["stdin"], str), made)
+
+
+def limits_from(data: dict[str, Any]) -> Limits:
+    return Limits(**data)
+
+
+def checks_from(data: dict[str, Any]) -> Checks:
+    tests = tuple(_is(test, str) for test in data["tests"])
+    return Checks(tests, _is(data["setup"], str), None if data["entry"] is None else _is(data["entry"], str))
+
+
+def description_from(reply: Any) -> str:
+    """Return the description in a reply. Raises LookupError, TypeError or ValueError for an invalid reply, as the
+    functions below."""
+    return str(_is(_is(reply, dict)["sandbox"], str))
+
+
+def results_from(reply: Any) -> list[Result]:
+    return [_result_from(item) for item in _is(_is(reply, dict)["results"], list)]
+
+
+def _result_from(data: Any) -> Result:
+    made = Result(**_is(data, dict))
+    for value, kind in ((made.stdout, str), (made.stderr, str), (made.exit_code, int)):
+        _is(value, kind)
+    _is_text_or_none(made.value)
+    _is_limit(made.limit)
+    for seconds in (made.seconds, made.cpu_s):
+        _is_time(seconds)
+    return made
+
+
+def check_result_from(reply: Any) -> CheckResult:
+    data = _is(_is(reply, dict)["result"], dict)
+    passed = tuple(_is(item, bool) for item in _is(data["passed"], list))
+    reasons = tuple(_is(item, str) for item in _is(data["reasons"], list))
+    if passed != tuple(not reason for reason in reasons):
+        raise ValueError("the reasons are not those of the tests that failed")
+    made = CheckResult(**{**data, "passed": passed, "reasons": reasons})
+    _is_text_or_none(made.row_error)
+    _is_limit(made.limit)
+    _is(made.stderr, str)
+    _is_time(made.seconds)
+    return made
+
+
+def _is_text_or_none(value: Any) -> None:
+    if value is not None:
+        _is(value, str)
+
+
+def _is_limit(value: Any) -> None:
+    if value is not None and value not in get_args(Limit):
+        raise ValueError(f"{str(value)[:40]!r} is no limit")
+
+
+def _is_time(value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 2**40:
+        raise TypeError(f"{str(value)[:40]!r} should be a time")
+
+
+def _is(value: Any, kind: type) -> Any:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise TypeError(f"{str(value)[:40]!r} should be of type {kind.__name__}")
+    return value
+
 
 CONNECT_S = 10.0
 BUSY_S = 60.0
@@ -42,7 +149,7 @@ def open_sandbox(url: str | None = None, python: str | None = None) -> Sandbox:
     """
     if url is None or not url:
         return local_sandbox(python)
-    remote = RemoteSandbox(url, wire.key())
+    remote = RemoteSandbox(url, key())
     remote.describe()
     return remote
 
@@ -55,7 +162,7 @@ class RemoteSandbox:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SandboxError(f"reward.code.url={url}: must be http://HOST:PORT or https://HOST:PORT")
         if not key:
-            raise SandboxError(f"{wire.KEY_VARIABLE} is empty: it must be the key of the service at {url}")
+            raise SandboxError(f"{KEY_VARIABLE} is empty: it must be the key of the service at {url}")
         self._url = url
         self._key = key
         self._path = parts.path.rstrip("/")
@@ -64,16 +171,11 @@ class RemoteSandbox:
         self._connection = kind(parts.hostname, parts.port, timeout=CONNECT_S)
 
     def run(self, program: str, tests: Sequence[Test], limits: Limits, stop: bool = False) -> list[Result]:
-        body = {
-            "program": program,
-            "tests": [wire.a_test_to(t) for t in tests],
-            "limits": wire.to_json(limits),
-            "stop": stop,
-        }
+        body = {"program": program, "tests": [a_test_to(t) for t in tests], "limits": to_json(limits), "stop": stop}
         began = time.monotonic()
         found = self._ask("POST", "/run", body, REPLY_S + limits.total_s, _most_bytes(len(tests), limits))
         with self._understood():
-            results = wire.results_from(found)
+            results = results_from(found)
             if stop and not all(result.ok for result in results[:-1]):
                 raise ValueError("results follow one that is not ok")
             stopped = stop and bool(results) and not results[-1].ok
@@ -81,18 +183,18 @@ class RemoteSandbox:
         return results
 
     def check(self, program: str, checks: Checks, limits: Limits) -> CheckResult:
-        body = {"program": program, "checks": wire.to_json(checks), "limits": wire.to_json(limits)}
+        body = {"program": program, "checks": to_json(checks), "limits": to_json(limits)}
         began = time.monotonic()
         found = self._ask("POST", "/check", body, REPLY_S + limits.total_s, _most_bytes(1, limits))
         with self._understood():
-            result = wire.check_result_from(found)
+            result = check_result_from(found)
             _check_count(len(result.passed), len(checks.tests), limits, began)
         return result
 
     def describe(self) -> str:
         found = self._ask("GET", "/health", None, CONNECT_S, HEAD_BYTES)
         with self._understood():
-            return f"{wire.description_from(found)}, at {self._url}"
+            return f"{description_from(found)}, at {self._url}"
 
     @contextlib.contextmanager
     def _understood(self) -> Iterator[None]:
@@ -122,7 +224,7 @@ class RemoteSandbox:
                     return json.loads(text)
             if status == 401:
                 raise SandboxError(
-                    f"the sandbox service at reward.code.url={self._url} refuses the key in {wire.KEY_VARIABLE}"
+                    f"the sandbox service at reward.code.url={self._url} refuses the key in {KEY_VARIABLE}"
                 )
             if status not in PASSING or time.monotonic() > until:
                 raise SandboxError(f"the sandbox service at reward.code.url={self._url} fails: {why}")
@@ -137,11 +239,11 @@ class RemoteSandbox:
             self._connection.timeout = timeout_s
             if self._connection.sock is not None:
                 self._connection.sock.settimeout(timeout_s)
-            self._connection.request(method, self._path + path, data, {**self._headers, wire.REQUEST_HEADER: name})
+            self._connection.request(method, self._path + path, data, {**self._headers, REQUEST_HEADER: name})
             with self._connection.getresponse() as response:
                 text, status = self._read(response, most), response.status
-                signed = response.getheader(wire.SIGNATURE_HEADER, "")
-            kept = hmac.compare_digest(signed.encode(), wire.signature(self._key, name, text).encode())
+                signed = response.getheader(SIGNATURE_HEADER, "")
+            kept = hmac.compare_digest(signed.encode(), signature(self._key, name, text).encode())
         finally:
             if not kept:
                 self._connection.close()

@@ -17,9 +17,9 @@ from typing import Any
 from aiohttp import web
 
 from megarl.core.errors import ConfigError, SandboxError
-from megarl.sandbox import wire
+from megarl.sandbox import client
 from megarl.sandbox.interface import Sandbox
-from megarl.sandbox.proven import local_sandbox
+from megarl.sandbox.selftest import local_sandbox
 
 MIN_KEY = 16
 
@@ -33,7 +33,7 @@ class Service:
                 raise ConfigError(f"--{name} {value}: must be at least {least}")
         if len(key) < MIN_KEY:
             raise ConfigError(
-                f"{wire.KEY_VARIABLE} has {len(key)} characters: set it to a random key of at least {MIN_KEY}, here "
+                f"{client.KEY_VARIABLE} has {len(key)} characters: set it to a random key of at least {MIN_KEY}, here "
                 "and where the reward workers run (python -c 'import secrets; print(secrets.token_urlsafe())')"
             )
         self._sandbox = sandbox
@@ -46,7 +46,7 @@ class Service:
 
     def application(self) -> web.Application:
         """The HTTP application."""
-        app = web.Application(client_max_size=wire.MAX_BODY_BYTES, middlewares=[self._with_key])
+        app = web.Application(client_max_size=client.MAX_BODY_BYTES, middlewares=[self._with_key])
         app.add_routes([web.get("/health", self._health), web.post("/run", self._run), web.post("/check", self._check)])
         return app
 
@@ -59,8 +59,8 @@ class Service:
             return _problem(401, "the key is missing or wrong: send Authorization: Bearer <key>")
         response = await handler(request)
         if isinstance(response, web.Response) and isinstance(response.body, bytes):
-            name = request.headers.get(wire.REQUEST_HEADER, "")
-            response.headers[wire.SIGNATURE_HEADER] = wire.signature(self._key, name, response.body)
+            name = request.headers.get(client.REQUEST_HEADER, "")
+            response.headers[client.SIGNATURE_HEADER] = client.signature(self._key, name, response.body)
         return response
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -68,17 +68,19 @@ class Service:
 
     async def _run(self, request: web.Request) -> web.Response:
         def work(body: dict[str, Any]) -> Any:
-            tests = [wire.a_test_from(item) for item in body["tests"]]
-            results = self._sandbox.run(body["program"], tests, wire.limits_from(body["limits"]), bool(body["stop"]))
-            return {"results": [wire.to_json(result) for result in results]}
+            tests = [client.a_test_from(item) for item in body["tests"]]
+            results = self._sandbox.run(body["program"], tests, client.limits_from(body["limits"]), bool(body["stop"]))
+            return {"results": [client.to_json(result) for result in results]}
 
         return await self._answer(request, work)
 
     async def _check(self, request: web.Request) -> web.Response:
         def work(body: dict[str, Any]) -> Any:
-            checks = wire.checks_from(body["checks"])
+            checks = client.checks_from(body["checks"])
             return {
-                "result": wire.to_json(self._sandbox.check(body["program"], checks, wire.limits_from(body["limits"])))
+                "result": client.to_json(
+                    self._sandbox.check(body["program"], checks, client.limits_from(body["limits"]))
+                )
             }
 
         return await self._answer(request, work)
@@ -111,7 +113,7 @@ def _problem(status: int, text: str, headers: dict[str, str] | None = None) -> w
 def serve(host: str, port: int, workers: int | None, queue: int, python: str | None = None) -> int:
     """Serve until a signal. Raises SandboxError if this host does not isolate, ConfigError for an invalid key or
     number."""
-    service = Service(local_sandbox(python), wire.key(), workers or len(os.sched_getaffinity(0)), queue)
+    service = Service(local_sandbox(python), client.key(), workers or len(os.sched_getaffinity(0)), queue)
     logging.info("sandbox service on http://%s:%d: %s", host, port, service._sandbox.describe())
     web.run_app(service.application(), host=host, port=port, print=None, access_log=None)
     return 0

@@ -3,16 +3,22 @@
 Code here reads files of users and turns them into token ids. It imports no torch except for processors of images.
 """
 
-from megarl.tasks.bad_rows import Faults, record, recorded
-from megarl.tasks.columns import Kind
 from megarl.tasks.generators.entries import Entry, Generator
 from megarl.tasks.generators.generate import GENERATORS, generate, recipe
-from megarl.tasks.images.rows import chat_messages
+from megarl.tasks.image_rows import chat_messages
 from megarl.tasks.preferences import read_preferences, write_preferences
-from megarl.tasks.processing import difficulty_of, processed, with_templates
-from megarl.tasks.row_files import place_of, read_recipe
-from megarl.tasks.rows import read_rows, write_rows
-from megarl.tasks.sources import place_of_row, read_tasks, single_file, source_of, sources_of
+from megarl.tasks.processing import (
+    difficulty_of,
+    place_of_row,
+    processed,
+    read_tasks,
+    single_file,
+    source_of,
+    sources_of,
+    with_templates,
+)
+from megarl.tasks.row_files import Faults, place_of, read_recipe, record, recorded
+from megarl.tasks.rows import Kind, read_rows, write_rows
 from megarl.tasks.templates.tokenizer import (
     ChatTokenizer,
     Place,
@@ -60,13 +66,9 @@ __all__ = [
 ]
 
 FACE = (
-    "bad_rows",
-    "columns",
     "harbor",
-    "images.inline",
-    "images.pixels",
-    "images.processor",
-    "images.rows",
+    "image_processor",
+    "image_rows",
     "processing",
     "row_files",
     "rows",

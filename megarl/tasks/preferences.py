@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.core.schema import Message, Preference
-from megarl.tasks.bad_rows import Faults, sound_rows
-from megarl.tasks.columns import check_required, in_verl_form
-from megarl.tasks.images.rows import columns_of, images_of, with_messages
-from megarl.tasks.row_files import RowLocation, json_struct, read_table, source_of, write_table
+from megarl.tasks.image_rows import columns_of, images_of, with_messages
+from megarl.tasks.row_files import Faults, RowLocation, json_struct, read_table, sound_rows, source_of, write_table
+from megarl.tasks.rows import check_required, in_verl_form
 from megarl.tasks.templates import forms
 from megarl.tasks.templates.messages import ASKING, OPTIONS, answer_of, prompt_of, template_kwargs_of, with_lists
 

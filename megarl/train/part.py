@@ -14,11 +14,10 @@ from megarl.learn.algorithms import Algorithm
 from megarl.train.batch.batch import StepBatch
 from megarl.train.batch.images import StepImages
 from megarl.train.inference.models import Models
-from megarl.train.memory.phase_memory import PhaseMemory
-from megarl.train.rank.context import RunContext
+from megarl.train.memory import PhaseMemory
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.rollout.reading import RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait

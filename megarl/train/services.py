@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 
-from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.engines.client.names import KEY_VARIABLE
 from megarl.learn import algorithms
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.loop.rollout_waiting import ReplacedEngines, RolloutWaiter, WrittenCheckpoints
 from megarl.train.part import Services
-from megarl.train.rollout.evaluation import Evaluates, Evaluation
-from megarl.train.rollout.meanwhile import EvaluationMeanwhile
+from megarl.train.rollout.evaluation import Evaluates, Evaluation, EvaluationMeanwhile
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.connection import EngineConnection

@@ -15,8 +15,8 @@ from megarl.train.loop.rank import TrainerRank
 from megarl.train.part import Metrics, Part, Services, StepData
 from megarl.train.parts import parts_of
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.awaited import Published
 from megarl.train.rollout.evaluation import Evaluates
+from megarl.train.rollout.found import Published
 from megarl.train.services import services_of
 from megarl.train.sync.last_published import SentWeights
 from megarl.train.update.gap import engine_gap

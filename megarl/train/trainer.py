@@ -12,13 +12,13 @@ import torch
 from megarl import ops
 from megarl.config import Config, load_resolved
 from megarl.core.errors import MegarlError, MemoryFullError, NonRetryableError
+from megarl.core.imports import import_file
 from megarl.core.jobs import Mode
-from megarl.core.user_file import import_file
 from megarl.learn import algorithms
 from megarl.train.loop.course import Course, Steps
 from megarl.train.loop.offline import OfflineSteps
 from megarl.train.loop.rank import TrainerRank
-from megarl.train.memory.exhausted import memory_explained
+from megarl.train.memory import memory_explained
 from megarl.train.parts import PARTS
 from megarl.train.step import OnlineSteps
 from megarl.weights.megatron_private import silence

@@ -24,7 +24,7 @@ from vllm.v1.engine.input_processor import InputProcessor
 from megarl.engines.sync import writer
 from megarl.engines.sync.lora import AdapterWriter
 from megarl.engines.sync.writer import SliceWriter
-from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.learn.training.optimizer import whole_digests
 from megarl.weights.reshard import adapters
 from megarl.weights.reshard.adapters import AdapterDelivery, LocalAdapter, MergedTensors, SeparateTensors, is_adapter
 from megarl.weights.reshard.buckets import HEADER

@@ -32,7 +32,7 @@ from megarl.config.lora import LoraConfig
 from megarl.core.schema import WeightsVersion
 from megarl.engines.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.engines.sync import link
-from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.learn.training.optimizer import whole_digests
 from megarl.train.sync import fleet
 from megarl.train.sync.probe import ADAPTER_SIZE
 from megarl.weights.checkpoint.formats.hf import read_hf_config

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megarl.config.schema import ModelConfig, RolloutConfig
-from megarl.run.supervise.engine_process import engine_process
+from megarl.run.supervise.process_specs import engine_process
 from tests.loop.engines import HOST, KEY, RunningEngine, tiny_engine
 from tests.loop.zygote import Zygote
 from tests.system.jobs import TINY, Job

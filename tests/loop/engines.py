@@ -19,15 +19,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, 
 from megarl.config.job import RunConfig, SyncConfig
 from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.processes.machine import group_members
-from megarl.engines.client.addresses import JobAddresses
 from megarl.engines.client.client import EngineClient, Prompt, Sampling
 from megarl.engines.client.control import EngineControl
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.leftovers import own_folder, shared_memory
+from megarl.engines.client.names import JobAddresses
 from megarl.run.nodes.node import remove
 from megarl.run.process import ports
 from megarl.run.process.process import Child
-from megarl.run.supervise.engine_process import engine_process
+from megarl.run.supervise.process_specs import engine_process
 from tests.engine_rows import choice_of
 from tests.loop.zygote import Forked, Zygote
 

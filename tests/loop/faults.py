@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from vllm.model_executor.layers.quantization.online import fp8
 
-from megarl.engines.sync import readback, writer
-from megarl.engines.sync.eight_bit_layers import layers_of
+from megarl.engines.sync import writer
+from megarl.engines.sync.eight_bits import layers_of
 from megarl.engines.sync.receiver import WorkerExtension
 
 
@@ -69,8 +69,8 @@ class FaultyWorker(WorkerExtension):
         model = self.model_runner.model
         forms = [tensor for layer in layers_of(model).values() for tensor in layer.held().values()]
         storages = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in (*model.parameters(), *forms)}
-        alone = (m for m in model.modules() if readback.is_packed_linear(m) and not m.weight.numel())
-        return sum(s.nbytes() for s in storages.values()) + sum(readback.unpack_linear(m).nbytes for m in alone)
+        alone = (m for m in model.modules() if writer.is_packed_linear(m) and not m.weight.numel())
+        return sum(s.nbytes() for s in storages.values()) + sum(writer.unpack_linear(m).nbytes for m in alone)
 
     def fault_change_head(self) -> tuple[str, bool]:
         """The LM head's own weight changes; returns the type of the logits and whether they have changed."""

@@ -24,7 +24,7 @@ from typing import Any
 import psutil
 
 from megarl.run.process import ports
-from megarl.sandbox import wire
+from megarl.sandbox import client
 
 KEY = "a key of the tests, long enough"
 HOST = "127.0.0.1"
@@ -54,7 +54,7 @@ class Reply:
     signature: str = ""
 
     def head(self, **more: str) -> bytes:
-        lines = {"Content-Type": "application/json", wire.SIGNATURE_HEADER: self.signature}
+        lines = {"Content-Type": "application/json", client.SIGNATURE_HEADER: self.signature}
         lines |= {"Content-Length": str(len(self.body))} | {k.replace("_", "-"): v for k, v in more.items()}
         text = "".join(f"{name}: {value}\r\n" for name, value in lines.items() if value != "-")
         return f"HTTP/1.1 {self.status} Whatever\r\n{text}\r\n".encode()
@@ -172,7 +172,7 @@ class FaultySandbox:
         command = [sys.executable, "-m", "megarl", "sandbox", "serve", "--port", str(self._service_port)]
         with self._output.open("ab") as output:
             self._service = subprocess.Popen(
-                [*command, "--workers", "2"], env={**os.environ, wire.KEY_VARIABLE: KEY}, stderr=output
+                [*command, "--workers", "2"], env={**os.environ, client.KEY_VARIABLE: KEY}, stderr=output
             )
         until = time.monotonic() + START_S
         while not listens(self._service_port):
@@ -261,7 +261,7 @@ class FaultySandbox:
             sent = replace(reply, body=body).head() + body
         elif kind in SIGNED:
             body = json.dumps(SIGNED[kind](json.loads(reply.body))).encode()
-            signature = wire.signature(KEY, request.headers.get(wire.REQUEST_HEADER.lower(), ""), body)
+            signature = client.signature(KEY, request.headers.get(client.REQUEST_HEADER.lower(), ""), body)
             sent = Reply(200, body, signature).head() + body
         else:
             body = b"" if kind == "204" else b'{"error": "none"}'
@@ -317,7 +317,7 @@ class FaultySandbox:
             connection.request(request.method, request.path, request.body, request.headers)
             response = connection.getresponse()
             body = response.read()
-            return Reply(response.status, body, response.getheader(wire.SIGNATURE_HEADER, ""))
+            return Reply(response.status, body, response.getheader(client.SIGNATURE_HEADER, ""))
         finally:
             connection.close()
 

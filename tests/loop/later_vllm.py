@@ -13,7 +13,7 @@ from vllm.exceptions import GracefulHTTPError
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from megarl.engines.client.auth import App, Receive, Scope, Send
+from megarl.engines.client.names import App, Receive, Scope, Send
 
 REFUSALS = "/later_vllm/refusals"
 _pause, _resume, _generate = AsyncLLM.pause_generation, AsyncLLM.resume_generation, AsyncLLM.generate

@@ -11,7 +11,7 @@ from megarl.config.lora import LoraConfig
 from megarl.core.errors import EngineError
 from megarl.engines.client.control import EngineControl, failures
 from megarl.engines.client.names import EIGHT_BITS, PLUGIN
-from megarl.run.supervise.engine_process import adapter_options
+from megarl.run.supervise.process_specs import adapter_options
 
 _STEPS = {
     "/init_weight_transfer_engine": "init_weight_transfer_engine",
@@ -39,9 +39,9 @@ class LocalEngine:
         )
         adapters: dict[str, Any] = {}
         if lora is not None:
-            from megarl.engines.sync import one_adapter
+            from megarl.engines.sync import plugin
 
-            one_adapter.install()
+            plugin.install()
             _, _, max_loras, _, largest, _, *layers = adapter_options(str(path), lora)
             adapters = {"enable_lora": True, "max_loras": int(max_loras), "max_lora_rank": int(largest)}
             adapters["lora_target_modules"] = layers

@@ -20,7 +20,7 @@ from megarl.engines.client.probe import ProbeText
 from megarl.engines.sync import writer
 from megarl.engines.sync.writer import SliceWriter
 from megarl.train.sync import publish
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout
 from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice
 from megarl.weights.reshard.execute import buckets_from, fold, local_view, message_view
 from tests.loop.local_engine import LocalEngine
@@ -136,7 +136,7 @@ def flipped_bits(count: int) -> Fault:
     def fault(lab: Lab, rng: random.Random) -> AbstractContextManager[None]:
         rank, bucket = lab.bucket(rng)
         slice_ = rng.choice(bucket.slices)
-        size = boxes.volume(slice_.box) * slice_.dtype.itemsize
+        size = layout.volume(slice_.box) * slice_.dtype.itemsize
         bits = rng.sample(range(8 * size), min(count, 8 * size))
 
         def change(flat: torch.Tensor) -> None:
@@ -191,7 +191,7 @@ def other_offset(lab: Lab, rng: random.Random) -> AbstractContextManager[None]:
     """A slice begins some elements later, and what is missing comes from its begin."""
     rank, bucket = lab.bucket(rng)
     slice_ = rng.choice(bucket.slices)
-    by = rng.randrange(1, boxes.volume(slice_.box))
+    by = rng.randrange(1, layout.volume(slice_.box))
     return content(lab, rank, bucket, lambda flat: _roll(part(flat, slice_), by * slice_.dtype.itemsize))
 
 

@@ -34,8 +34,8 @@ from megarl.config.schema import ModelConfig
 from megarl.core.schema import WeightsVersion
 from megarl.engines.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.engines.sync import link
-from megarl.learn.training.optimizer_digests import whole_digests
-from megarl.run.supervise.engine_process import engine_process
+from megarl.learn.training.optimizer import whole_digests
+from megarl.run.supervise.process_specs import engine_process
 from megarl.train.sync import fleet
 from megarl.weights.reshard import execute
 from tests.loop.conftest import TINY_ROLLOUT

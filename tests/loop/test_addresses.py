@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megarl.core.errors import WeightSyncError
-from megarl.engines.sync.tensor_addresses import addresses_of, check_addresses
+from megarl.engines.sync.sleep import addresses_of, check_addresses
 
 
 def model() -> torch.nn.Module:

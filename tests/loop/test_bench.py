@@ -6,8 +6,7 @@ import json
 from pathlib import Path
 
 from megarl.buffer.store import Store
-from megarl.explore.bench.answers import read_result
-from megarl.explore.bench.driver import FROM_FILES, ROLLOUT
+from megarl.explore.bench import FROM_FILES, ROLLOUT, read_result
 from tests.loop.conftest import HELD_OUT
 from tests.system.jobs import Job
 

@@ -17,8 +17,8 @@ from megarl.config import compose
 from megarl.core.errors import ConfigError
 from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
 from megarl.learn import algorithms
-from megarl.run.checks.devices import ledger_of
 from megarl.run.checks.job import check
+from megarl.run.checks.memory import ledger_of
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.conftest import WHOLE
 from tests.loop.held import Held

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from megarl.core.errors import EngineError, WeightSyncError
 from megarl.engines.client.names import EIGHT_BITS
-from megarl.engines.sync.eight_bit_layers import (
+from megarl.engines.sync.eight_bits import (
     FP8,
     LARGEST,
     SMALLEST_SCALE,

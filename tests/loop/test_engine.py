@@ -23,13 +23,13 @@ from transformers import Qwen3ForCausalLM
 from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import EngineError
 from megarl.core.processes.machine import group_members
-from megarl.engines.client.auth import bearer
 from megarl.engines.client.client import EngineClient, Prompt, Sampling, StreamSilence
 from megarl.engines.client.control import EngineControl
 from megarl.engines.client.frames import Completion, StreamHeartbeat
+from megarl.engines.client.names import bearer
 from megarl.run.process import ports
 from megarl.run.process.process import Child
-from megarl.run.supervise.engine_process import engine_process
+from megarl.run.supervise.process_specs import engine_process
 from tests.conftest import SOAK
 from tests.engine_rows import choice_of
 from tests.loop.conftest import TINY_ROLLOUT

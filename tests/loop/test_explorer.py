@@ -32,10 +32,8 @@ from megarl.engines.client.frames import Completion, VersionSpan, encode
 from megarl.explore.explorer.clocks import RolloutClock
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.trajectories import TrajectorySettings
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import NO_LIMITS, RolloutModel
-from megarl.explore.workflows.reflect import FEEDBACK, reflect
-from megarl.explore.workflows.single_turn import single_turn
+from megarl.explore.recording.model import NO_LIMITS, RolloutModel, TokenLimits
+from megarl.explore.workflows.single_turn import FEEDBACK, reflect, single_turn
 from megarl.explore.workflows.types import Workflow
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.sandbox import wire
+from megarl.sandbox import client
 from tests.loop.faulty_sandbox import KEY, KINDS, FaultySandbox
 from tests.loop.same_model import assert_same_model, steps
 from tests.system.jobs import START_S, Job
@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     """Both at a time: one with this machine's sandbox, one with the faulty service."""
     root = tmp_path_factory.mktemp("faults")
     with pytest.MonkeyPatch.context() as patch, FaultySandbox(root / "service.log") as front:
-        patch.setenv(wire.KEY_VARIABLE, KEY)
+        patch.setenv(client.KEY_VARIABLE, KEY)
         whole = Job(root / "whole", SETTINGS).start()
         faulty = Job(root / "faulty", (*SETTINGS, *FAULTY, f"reward.code.url={front.url}")).start()
         try:

@@ -21,7 +21,7 @@ from megarl.engines.client.client import EngineClient, Prompt, Sampling
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import Gatherer, SampleRequest
 from megarl.explore.explorer.segments import SegmentSampler, SegmentSettings
-from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.model import TokenLimits
 from tests.engine_rows import choice_of
 from tests.loop.engines import KEY, RunningEngine, some_prompts
 from tests.loop.test_sync_families import TP2, Cell, engine_of

@@ -23,11 +23,10 @@ from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explor
 from megarl.learn import algorithms
 from megarl.rewards import Verdict
 from megarl.train.loop.rollout_waiting import RolloutWaiter
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
-from megarl.train.rollout.awaited import Published
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.rollout.evaluation import Evaluation
+from megarl.train.rollout.found import Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from tests.engine_rows import choice_of

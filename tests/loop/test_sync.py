@@ -19,7 +19,7 @@ from megarl.engines.client.client import Prompt, Sampling
 from megarl.engines.client.names import UNTIL_PUBLISHED
 from megarl.engines.client.probe import FarText, Probed, ProbeText, check_probe
 from megarl.engines.sync.shared import SharedMemorySender
-from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.learn.training.optimizer import whole_digests
 from megarl.train.sync import weights
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import WeightSync

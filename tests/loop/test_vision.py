@@ -23,7 +23,7 @@ from megarl.engines.client.client import EngineClient, Prompt, Sampling
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.rewards import RewardPool
 from megarl.tasks import ChatTokenizer, chat_messages
-from megarl.tasks.images.processor import Processor, check_image_prompts
+from megarl.tasks.image_processor import Processor, check_image_prompts
 from tests.engine_rows import choice_of
 from tests.loop.engines import KEY, RunningEngine
 from tests.loop.vision_models import (

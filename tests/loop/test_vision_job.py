@@ -19,7 +19,7 @@ from megarl.buffer.store import Store
 from megarl.config import Config, compose
 from megarl.run.run_dir.prepare import make
 from megarl.tasks import ChatTokenizer, chat_messages, read_rows
-from megarl.tasks.images.processor import Processor
+from megarl.tasks.image_processor import Processor
 from tests.loop.same_run import learned, left_alone, steps_of, whole_and_killed
 from tests.parallel import peft_twin
 from tests.parallel.families import score_class

@@ -20,7 +20,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engines.client.client import Sampling
 from megarl.engines.client.probe import PROBE_TOLERANCES
 from megarl.explore.explorer.weight_files import FileFedEngine
-from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.learn.training.optimizer import whole_digests
 from tests.loop.conftest import WHOLE
 from tests.loop.engines import RunningEngine, perturbed, some_prompts, transformers_logp, worst_difference
 from tests.loop.same_run import items, learned, steps_of

@@ -21,12 +21,12 @@ from megarl.core.schema import WeightsVersion
 from megarl.engines.client.client import Sampling
 from megarl.engines.client.probe import PROBE_TOLERANCES, ProbeText
 from megarl.learn.parallel.grid import megatron_grid
-from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.learn.training.optimizer import whole_digests
 from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.publication import SyncReport
 from megarl.train.sync.publish import WeightPublisher
 from megarl.weights.checkpoint.formats.hf import read_hf_config
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.execute import Arrival, Transport, Work
 from megarl.weights.reshard.layouts import Layout, megatron_layout
 from tests.engine_rows import FixedEngines

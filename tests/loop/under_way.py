@@ -9,7 +9,7 @@ import urllib.request
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, Protocol
 
-from megarl.engines.client.auth import App, Receive, Scope, Send, bearer
+from megarl.engines.client.names import App, Receive, Scope, Send, bearer
 from tests.loop.engines import KEY, RunningEngine
 
 PATH = "/under_way"

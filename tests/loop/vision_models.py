@@ -24,7 +24,7 @@ from transformers import (
     Qwen2VLImageProcessorPil,
 )
 
-from megarl.core.without_videos import do_without_videos
+from megarl.core.imports import do_without_videos
 
 VOCAB = 200
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")

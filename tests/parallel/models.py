@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from megarl.weights.checkpoint.formats.hf_source import open_hf
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout
 
 VOCAB = 200  # no multiple of the padded vocabulary's divisor
 
@@ -45,6 +45,6 @@ def logical_tensors(path: Path) -> dict[str, torch.Tensor]:
     """The logical tensors of an HF checkpoint."""
     source = open_hf(path)
     try:
-        return {name: source.read(name, boxes.whole(shape)) for name, shape in source.shapes.items()}
+        return {name: source.read(name, layout.whole(shape)) for name, shape in source.shapes.items()}
     finally:
         source.close()

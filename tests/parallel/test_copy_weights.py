@@ -14,8 +14,7 @@ import torch
 from megarl.config.schema import ParallelConfig
 from megarl.core.errors import PlanError, WeightSyncError
 from megarl.weights.reshard.buckets import HEADER
-from megarl.weights.reshard.copy import HEADS, CopyReport, copy_weights
-from megarl.weights.reshard.transport import GroupTransport
+from megarl.weights.reshard.copy import HEADS, CopyReport, GroupTransport, copy_weights
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
 from tests.parallel.models import save_tiny_qwen3

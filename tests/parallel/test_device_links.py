@@ -53,9 +53,14 @@ def transfer(rank: int, transport: Any, device: str, replicas: int = REPLICAS) -
 def through_memory(rank: int, kind: str) -> list[str]:
     import torch.distributed as dist
 
-    from megarl.engines.sync.bucket_memory import DeviceMemory, HostMemory, memory_file
-    from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
-    from megarl.weights.reshard.transport import GroupTransport
+    from megarl.engines.sync.shared import (
+        DeviceMemory,
+        HostMemory,
+        SharedMemoryReceiver,
+        SharedMemorySender,
+        memory_file,
+    )
+    from megarl.weights.reshard.copy import GroupTransport
 
     class Other(GroupTransport):
         """Ranks of the other side: engines are those after rank 0."""
@@ -87,9 +92,8 @@ def test_weights_through_memory(kind: str) -> None:
 
 
 def over_links(rank: int, port: int, over: Any, replicas: int) -> list[str]:
-    from megarl.engines.sync.bucket_memory import HostMemory, memory_file
     from megarl.engines.sync.link import EngineLinks, LinkAddress, join_groups, open_store
-    from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.shared import HostMemory, SharedMemoryReceiver, SharedMemorySender, memory_file
 
     if over == "nccl":
         torch.cuda.set_device(rank)

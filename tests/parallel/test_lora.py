@@ -16,8 +16,7 @@ from megarl.config.lora import LoraConfig
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig
 from megarl.core.errors import CheckpointError
 from megarl.run.launch.subjects import subject_of
-from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
-from megarl.weights.checkpoint.convert.adapters import merge_adapter
+from megarl.weights.checkpoint.convert.adapters import AdapterCheckpoint, merge_adapter
 from megarl.weights.checkpoint.convert.convert import Settings
 from megarl.weights.checkpoint.convert.open_checkpoint import open_checkpoint
 from megarl.weights.checkpoint.formats import peft

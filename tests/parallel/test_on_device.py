@@ -27,11 +27,11 @@ def prepare() -> None:
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
     from megarl import ops
-    from megarl.ops import checks
+    from megarl.ops import native
 
     _setup_privateuseone_for_python_backend()
     ops.use("torch")
-    checks.device = lambda *args, **kwargs: None  # type: ignore[assignment]
+    native.device = lambda *args, **kwargs: None  # type: ignore[assignment]
 
 
 def faked(mode: Any, real: T) -> T:

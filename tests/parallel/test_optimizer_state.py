@@ -43,7 +43,7 @@ def compared(rank: int, folder: str, cases: list[Any]) -> list[tuple[int, int]]:
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory, is_main_replica
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    from megarl.weights.checkpoint.training.optimizer_state import sharded_optimizer_state
+    from megarl.weights.checkpoint.training.rank_state import sharded_optimizer_state
     from megarl.weights.checkpoint.training.save import bare, named
 
     metadata = {"distrib_optim_sharding_type": "fully_reshardable", "singleton_local_shards": False}

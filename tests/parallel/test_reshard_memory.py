@@ -44,12 +44,11 @@ def transfer(rank: int, shared: bool) -> tuple[int, int, int]:
     """(bytes of the weights, peak extra bytes, largest fused tensor) of one side; rank 0 sends, rank 1 receives."""
     import torch.distributed as dist
 
-    from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-    from megarl.engines.sync.shared import SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.shared import HostMemory, SharedMemoryReceiver, SharedMemorySender, memory_file
+    from megarl.weights.reshard.copy import GroupTransport
     from megarl.weights.reshard.execute import receive, send
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan
-    from megarl.weights.reshard.transport import GroupTransport
 
     class Other(GroupTransport):
         """The only rank of the other side."""

@@ -36,12 +36,11 @@ def transfer(rank: int) -> dict[str, int]:
     north, which get the same messages. What each sent how."""
     import torch.distributed as dist
 
-    from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-    from megarl.engines.sync.shared import Places, SharedMemoryReceiver, SharedMemorySender
+    from megarl.engines.sync.shared import HostMemory, Places, SharedMemoryReceiver, SharedMemorySender, memory_file
+    from megarl.weights.reshard.copy import GroupTransport
     from megarl.weights.reshard.execute import receive, send
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan
-    from megarl.weights.reshard.transport import GroupTransport
 
     counts = {"socket": 0}
     peers = 2 if rank < 2 else 0

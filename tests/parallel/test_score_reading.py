@@ -36,7 +36,7 @@ def read(rank: int, folder: str) -> dict[tuple[str, str], torch.Tensor]:
     from megarl.learn.parallel import process_groups
     from megarl.learn.training.model import Model
     from megarl.weights.checkpoint.formats import hf
-    from megarl.weights.checkpoint.formats.score_pad import score_pad
+    from megarl.weights.checkpoint.formats.hf_source import score_pad
 
     tokens = torch.cat(answers())
     sequences = Sequences(tokens, torch.tensor(LENGTHS), torch.zeros(len(tokens), dtype=torch.bool))

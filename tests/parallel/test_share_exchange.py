@@ -26,7 +26,7 @@ def put_together(rank: int, piece: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from megarl.learn.batching import StepShare
-    from megarl.learn.batching import rank_share as module
+    from megarl.learn.batching import sequences as module
 
     dist.init_process_group("gloo")
     module.PIECE = piece

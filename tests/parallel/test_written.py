@@ -59,7 +59,7 @@ def actor_on(folder: Path, case: tuple[str, ParallelConfig, str]) -> Any:
 
 def difference(actor: Any, tensors: dict[str, torch.Tensor] | None = None) -> str:
     """What the comparison of ``tensors`` (those of the model) with what was written reports; every rank calls it."""
-    from megarl.learn.training.optimizer_digests import check_written
+    from megarl.learn.training.optimizer import check_written
 
     try:
         if tensors is None:

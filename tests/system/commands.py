@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from megarl.core.jobs import ProcessKind
 from megarl.core.processes.fork import Forked, ForkServer
-from megarl.run.process.forkserver import COMMON, PRELOAD
+from megarl.run.process.process import COMMON, PRELOAD
 
 VARIABLE = "MEGARL_TEST_COMMANDS"
 """Variable that is 0 to start each command by itself."""

@@ -130,8 +130,8 @@ def left_over(before: int) -> int:
 
 def main() -> None:
     from megarl.config.rewards import CodeConfig
-    from megarl.rewards.code.verifier import make_scorer
-    from megarl.sandbox.proven import local_sandbox
+    from megarl.rewards.code import make_scorer
+    from megarl.sandbox.selftest import local_sandbox
     from tests.system.escapes import ESCAPES, NEXT, SEEN, Escape
 
     short = make_scorer(local_sandbox(), CodeConfig(cpu_s=1, wall_s=2.0, item_s=20.0, memory_mib=256))

@@ -11,10 +11,10 @@ import pytest
 from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.core.schema import Task
 from megarl.rewards import RewardPool, Verdict
-from megarl.rewards.code import verifier as code
+from megarl.rewards import code as code
 from megarl.rewards.verdict import to_verdict
 from megarl.sandbox.local import LocalSandbox
-from megarl.sandbox.proven import local_sandbox
+from megarl.sandbox.selftest import local_sandbox
 from tests.system.code_cases import ADD, CASES, SUM, block
 
 pytestmark = pytest.mark.sandbox

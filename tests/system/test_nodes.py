@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.run.nodes.allocation import Allocation
+from megarl.run.nodes.node import Allocation
 from megarl.run.process import ports
 from tests.system import commands
 from tests.system.jobs import START_S, TINY, end_with_the_tests
@@ -92,7 +92,7 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
     made.end()
 
 
-FIND = "from megarl.run.nodes.allocation import find; print(find(), flush=True)"
+FIND = "from megarl.run.nodes.node import find; print(find(), flush=True)"
 
 
 def torchrun(rank: int, port: int) -> list[str]:

@@ -26,15 +26,14 @@ import pytest
 
 from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.core.errors import SandboxError
-from megarl.rewards.code.verifier import check_code
+from megarl.rewards.code import check_code
 from megarl.run.report import doctor
-from megarl.sandbox import client, host, proven, selftest
+from megarl.sandbox import bubblewrap, client, selftest
+from megarl.sandbox.bubblewrap import ALLOW, RETURN, Host
 from megarl.sandbox.client import RemoteSandbox, open_sandbox
-from megarl.sandbox.host import Host
 from megarl.sandbox.interface import MIB, Call, Checks, Limits, Sandbox, Test
 from megarl.sandbox.local import LocalSandbox
-from megarl.sandbox.proven import local_sandbox
-from megarl.sandbox.seccomp import ALLOW, RETURN
+from megarl.sandbox.selftest import local_sandbox
 
 pytestmark = pytest.mark.sandbox
 KEY = "a key of the tests, long enough"
@@ -159,10 +158,10 @@ def test_packages_of_a_named_interpreter_are_there() -> None:
     """reward.code.python: a virtual environment with what programs may import."""
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)
-        subprocess.run([host.find().python, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
+        subprocess.run([bubblewrap.find().python, "-m", "venv", "--without-pip", folder], check=True, timeout=120)
         [site] = Path(folder).glob("lib/python*/site-packages")
         (site / "extra.py").write_text("x = 7")
-        [result] = LocalSandbox(host.find(f"{folder}/bin/python")).run(
+        [result] = LocalSandbox(bubblewrap.find(f"{folder}/bin/python")).run(
             "import extra\nprint(extra.x)", [Test()], Limits()
         )
     assert result.stdout == "7\n", result
@@ -171,7 +170,7 @@ def test_packages_of_a_named_interpreter_are_there() -> None:
 def test_killing_the_owner_kills_the_sandbox() -> None:
     """The reward pool kills its workers in the middle of anything."""
     script = (
-        "from megarl.sandbox.proven import local_sandbox\nfrom megarl.sandbox.interface import Limits, "
+        "from megarl.sandbox.selftest import local_sandbox\nfrom megarl.sandbox.interface import Limits, "
         "Test\n"
         "sandbox = local_sandbox()\nprint('ready', flush=True)\n"
         "sandbox.run('import time\\nwhile True: time.sleep(1)', [Test()], Limits(wall_s=100.0))"
@@ -193,7 +192,7 @@ SLEEPS = "import time\ndef f():\n    time.sleep(30)"
 def test_what_is_killed_from_outside_says_nothing_of_the_program(which: int, nested: bool) -> None:
     """``check`` starts bwrap and perhaps a zygote for the tests, then both for the program; in each a launcher and a
     test's process."""
-    sandbox = LocalSandbox(dataclasses.replace(host.find(), nested=nested))
+    sandbox = LocalSandbox(dataclasses.replace(bubblewrap.find(), nested=nested))
     limits, before = Limits(wall_s=60.0), sandbox_processes()
     checks = Checks(("assert f() == 1",))
     with ThreadPoolExecutor(1) as pool:
@@ -209,7 +208,7 @@ def test_what_is_killed_from_outside_says_nothing_of_the_program(which: int, nes
 
 @pytest.mark.parametrize("nested", [True, False])
 def test_a_bwrap_that_is_killed_says_nothing_of_the_program(nested: bool) -> None:
-    sandbox = LocalSandbox(dataclasses.replace(host.find(), nested=nested))
+    sandbox = LocalSandbox(dataclasses.replace(bubblewrap.find(), nested=nested))
     limits, before = Limits(wall_s=60.0), sandbox_processes()
     with ThreadPoolExecutor(1) as pool:
         job = pool.submit(sandbox.run, "import time\ntime.sleep(30)", [Test()], limits)
@@ -224,7 +223,7 @@ def test_a_bwrap_that_is_killed_says_nothing_of_the_program(nested: bool) -> Non
 
 
 def test_without_namespaces_within_namespaces_results_are_the_same() -> None:
-    sandbox = LocalSandbox(dataclasses.replace(host.find(), nested=False))
+    sandbox = LocalSandbox(dataclasses.replace(bubblewrap.find(), nested=False))
     selftest.prove(sandbox)
     assert [r.stdout for r in sandbox.run("print(input())", [Test("a"), Test("b")], Limits())] == ["a\n", "b\n"]
     assert sandbox.check("def f(): return 1", Checks(("assert f() == 1", "assert f() == 2")), Limits()).passed == (
@@ -234,7 +233,7 @@ def test_without_namespaces_within_namespaces_results_are_the_same() -> None:
 
 
 def test_a_mother_that_died_while_idle_is_replaced() -> None:
-    sandbox, before = LocalSandbox(host.find()), sandbox_processes()
+    sandbox, before = LocalSandbox(bubblewrap.find()), sandbox_processes()
     for _ in range(2):
         assert sandbox.run("print(1)", [Test()], Limits())[0].stdout == "1\n"
         for pid in sandbox_processes() - before:
@@ -293,7 +292,7 @@ OPEN_FILTER = struct.pack("<HBBI", RETURN, 0, 0, ALLOW)
 
 
 def refusal(change: dict[str, Any]) -> str:
-    found = host.find()
+    found = bubblewrap.find()
     weak = _Weak(**{**{f.name: getattr(found, f.name) for f in dataclasses.fields(Host)}, **change})
     with pytest.raises(SandboxError, match="does not isolate programs, so none is run.*reward.code.url") as caught:
         selftest.prove(LocalSandbox(weak))
@@ -346,11 +345,11 @@ def test_without_a_layer_it_refuses(change: dict[str, Any], message: str) -> Non
     ],
 )  # fmt: skip
 def test_a_mother_that_forgets_a_step_is_refused(line: str, instead: str, message: str) -> None:
-    code = host.sources()
+    code = bubblewrap.sources()
     assert code["zygote"].count(line) == 1
     code["zygote"] = code["zygote"].replace(line, instead)
-    found = host.find()
-    facts, _ = host.ask(found.python, found.user, code)
+    found = bubblewrap.find()
+    facts, _ = bubblewrap.ask(found.python, found.user, code)
     assert facts is not None
     try:
         assert message in refusal({"code": bytes.fromhex(facts["code"])})
@@ -361,19 +360,19 @@ def test_a_mother_that_forgets_a_step_is_refused(line: str, instead: str, messag
 def test_without_bubblewrap_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match="apt-get install bubblewrap.*reward.code.url"):
-        host.find.__wrapped__()
+        bubblewrap.find.__wrapped__()
 
 
 def test_without_an_interpreter_it_refuses() -> None:
     for python in ("/nowhere/python", "/bin/false"):
         with pytest.raises(SandboxError, match=f"{python}: .*Set reward.code.python"):
-            host.find(python)
+            bubblewrap.find(python)
 
 
 def test_a_bwrap_that_fails_is_an_error_with_its_words() -> None:
     for program in ("/bin/false", "/nowhere/bwrap"):
         with pytest.raises(SandboxError, match="does not start|did not start"):
-            LocalSandbox(dataclasses.replace(host.find(), bwrap=program)).run("print(1)", [Test()], Limits())
+            LocalSandbox(dataclasses.replace(bubblewrap.find(), bwrap=program)).run("print(1)", [Test()], Limits())
 
 
 # ---- the service ----
@@ -459,8 +458,8 @@ def test_a_job_is_checked_before_it_starts(url: str, monkeypatch: pytest.MonkeyP
 
 def test_the_doctor_says_whether_programs_can_be_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [check.state for check in doctor.sandbox()] == ["ok"]
-    monkeypatch.setattr(proven, "known", {})
-    monkeypatch.setattr(host, "find", host.find.__wrapped__)
+    monkeypatch.setattr(selftest, "known", {})
+    monkeypatch.setattr(bubblewrap, "find", bubblewrap.find.__wrapped__)
     monkeypatch.setenv("PATH", "/nowhere")
     [check] = doctor.sandbox()
     assert check.state == "warn" and "apt-get install bubblewrap" in check.fix

@@ -17,10 +17,8 @@ from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
 from megarl.explore import workflows
-from megarl.explore.agents.server import AgentServer
-from megarl.explore.agents.session import Session
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import RenderedPrompt, RolloutModel
+from megarl.explore.agents.server import AgentServer, Session
+from megarl.explore.recording.model import RenderedPrompt, RolloutModel, TokenLimits
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer
 

@@ -18,8 +18,7 @@ import pytest
 from megarl.config.schema import RolloutConfig
 from megarl.core.schema import Task
 from megarl.explore.agents import runner
-from megarl.explore.agents.loopback import with_loopback
-from megarl.explore.agents.program import OUTPUT_BYTES, PASSED, command_environment, run_command
+from megarl.explore.agents.program import OUTPUT_BYTES, PASSED, command_environment, run_command, with_loopback
 from megarl.explore.agents.runner import AgentFault, AgentThread
 
 TASK = Task("t", "s", ({"role": "user", "content": "?"},), "", {"ground_truth": "15"})

@@ -22,9 +22,8 @@ from megarl.core.schema import End, Reward
 from megarl.explore import workflows
 from megarl.explore.agents import openai as protocol
 from megarl.explore.agents.request import Repeated
-from megarl.explore.agents.session import Session
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import RenderedPrompt
+from megarl.explore.agents.server import Session
+from megarl.explore.recording.model import RenderedPrompt, TokenLimits
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.tools import FORMATS
@@ -356,7 +355,7 @@ def test_each_message_of_a_growing_conversation_is_read_once(
     tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Reading was cubic in the turns."""
-    from megarl.explore.agents import session
+    from megarl.explore.agents import server as session
 
     read: list[int] = []
     digest = session.digest_after

@@ -22,7 +22,7 @@ from megarl.core.schema import End
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
 from megarl.explore.agents import runner
-from megarl.explore.agents.sandbox import CommandSandbox
+from megarl.explore.agents.program import CommandSandbox
 from megarl.explore.recording.model import RolloutModel
 from megarl.tasks import ChatTokenizer
 from tests.chat_battery import checkpoint

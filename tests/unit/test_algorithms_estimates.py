@@ -14,15 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOConfig, settings_of
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
 from megarl.learn import algorithms
 from megarl.learn.algorithms import StepInput
-from megarl.learn.algorithms.terms import kl, value
-from megarl.learn.algorithms.terms.reduction import Tokens
-from megarl.learn.algorithms.terms.token_parts import counts
+from megarl.learn.algorithms.terms import token_rewards, value
+from megarl.learn.algorithms.terms.reduction import Tokens, counts
 from megarl.learn.algorithms.terms.token_rewards import whitened
 from tests.native import backends
 
@@ -123,7 +122,7 @@ def test_against_the_definition(name: str, config: AlgorithmConfig) -> None:
             kept = [penalty(step, t, config.kl.estimator) for t in range(len(step.mask)) if step.mask[t]]
             assert got.metrics["actor/reward_kl_penalty"] == pytest.approx(statistics.fmean(kept))
             assert got.metrics["actor/reward_kl_penalty_coeff"] == 0.3
-            measured = kl.totals(step.old_logp, step.ref_logp, step.kept, config.kl.estimator)
+            measured = token_rewards.totals(step.old_logp, step.ref_logp, step.kept, config.kl.estimator)
             assert measured.mean == pytest.approx(statistics.fmean(kept))
         kept = got.advantages[step.mask]
         assert got.metrics["critic/advantages/mean"] == pytest.approx(float(kept.mean()), abs=1e-12)
@@ -432,29 +431,29 @@ def test_explained_variance() -> None:
 
 def test_kl_estimates() -> None:
     logp, ref = torch.tensor([-math.log(2.0), -1.0]), torch.tensor([0.0, -1.0])
-    assert kl.estimates(logp, ref, "k1").tolist() == pytest.approx([-math.log(2), 0])
-    assert kl.estimates(logp, ref, "k2").tolist() == pytest.approx([math.log(2) ** 2 / 2, 0])
-    assert kl.estimates(logp, ref, "k3").tolist() == pytest.approx([1 - math.log(2), 0])
-    assert kl.totals(logp, ref, Tokens(torch.tensor([False, False]), torch.tensor([2])), "k1").mean == 0.0
+    assert token_rewards.estimates(logp, ref, "k1").tolist() == pytest.approx([-math.log(2), 0])
+    assert token_rewards.estimates(logp, ref, "k2").tolist() == pytest.approx([math.log(2) ** 2 / 2, 0])
+    assert token_rewards.estimates(logp, ref, "k3").tolist() == pytest.approx([1 - math.log(2), 0])
+    assert token_rewards.totals(logp, ref, Tokens(torch.tensor([False, False]), torch.tensor([2])), "k1").mean == 0.0
 
 
 def test_adaptive_coefficient() -> None:
     """verl's: target 0.1, horizon 1000, 100 responses."""
     config = KLConfig(0.2, target=0.1, horizon=1000)
-    assert kl.adapted(0.1, 100, config) == 0.2
-    assert kl.adapted(0.11, 100, config) == pytest.approx(0.2 * 1.01)
-    assert kl.adapted(5.0, 100, config) == pytest.approx(0.2 * 1.02)
-    assert kl.adapted(-5.0, 100, config) == pytest.approx(0.2 * 0.98)
-    assert kl.adapted(math.nan, 100, config) == 0.2
-    assert kl.adapted(5.0, 10**9, KLConfig(0.2)) == 0.2
+    assert token_rewards.adapted(0.1, 100, config) == 0.2
+    assert token_rewards.adapted(0.11, 100, config) == pytest.approx(0.2 * 1.01)
+    assert token_rewards.adapted(5.0, 100, config) == pytest.approx(0.2 * 1.02)
+    assert token_rewards.adapted(-5.0, 100, config) == pytest.approx(0.2 * 0.98)
+    assert token_rewards.adapted(math.nan, 100, config) == 0.2
+    assert token_rewards.adapted(5.0, 10**9, KLConfig(0.2)) == 0.2
     with pytest.raises(ConfigError, match=r"algorithm.kl.horizon=1000.*5000 responses.*above 1000"):
-        kl.adapted(0.0, 5000, config)
+        token_rewards.adapted(0.0, 5000, config)
 
 
 @settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.floats(-10, 10), max_size=200), st.floats(1e-4, 10), st.integers(1, 4999))
 def test_the_coefficient_stays_above_zero_and_follows_the_error(kls: list[float], coef: float, responses: int) -> None:
     for each in kls:
-        after = kl.adapted(each, responses, KLConfig(coef, target=0.5, horizon=1000))
+        after = token_rewards.adapted(each, responses, KLConfig(coef, target=0.5, horizon=1000))
         assert after > 0 and (after > coef) == (each > 0.5) or math.isclose(after, coef)
         coef = max(after, 1e-200)

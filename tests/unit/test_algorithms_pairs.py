@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megarl.buffer.experience.groups import is_zero_variance
+from megarl.buffer.experience.operators import is_zero_variance
 from megarl.config.algorithms import (
     AlgorithmConfig,
     AnyAlgorithmConfig,
@@ -27,7 +27,7 @@ from megarl.config.algorithms import (
 from megarl.core.errors import ConfigError
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput, mix, reward_model
-from megarl.rewards.shape import overlong_penalty
+from megarl.rewards.verdict import overlong_penalty
 from tests.conftest import examples
 from tests.native import backends
 from tests.unit.test_algorithms import AGGREGATIONS, FIELDS, grpo_token, make_batch, oracle, sft_token

@@ -7,7 +7,7 @@ import pytest
 from megarl.config.schema import ModelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.models.specs import check_layers
-from megarl.run.checks.models.grids import check_growth
+from megarl.run.checks.grids import check_growth
 from megarl.weights.architectures.complete import complete
 from tests.parallel.families import FAMILIES
 

@@ -12,11 +12,11 @@ import pytest
 
 from megarl.core.errors import DataError
 from megarl.run.checks import job as checks
-from megarl.run.launch.micro_batch_budget import halved
+from megarl.run.launch.job import halved
 from megarl.run.run_dir import rows as run_rows
 from megarl.run.run_dir.rows import read_split
 from megarl.tasks import recorded
-from megarl.tasks.bad_rows import FILE
+from megarl.tasks.row_files import FILE
 from megarl.train.loop import offline as training
 from tests.unit.small_job import config_of, refused
 

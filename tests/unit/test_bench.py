@@ -19,8 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from megarl import cli
-from megarl.buffer.experience.intervals import interval, paired, t_quantile
-from megarl.buffer.experience.majority import majority_at
+from megarl.buffer.experience.held_out import interval, majority_at, paired, t_quantile
 from megarl.buffer.store import Store
 from megarl.config import Config, compose
 from megarl.config.lora import LoraConfig
@@ -32,11 +31,20 @@ from megarl.core.schema import Reward, RewardStatus, Task, Trajectory
 from megarl.engines.client.control import EngineControl, EngineState
 from megarl.engines.fleet import EngineRow, EngineStatus
 from megarl.engines.sync.files import compare_with_files
-from megarl.explore.bench.answers import RESULT, ModelAnswers, TaskAnswers, read_result, written_response
-from megarl.explore.bench.driver import FROM_FILES, ROLLOUT, BenchDriver, ModelFiles
+from megarl.explore.bench import (
+    FROM_FILES,
+    RESULT,
+    ROLLOUT,
+    BenchDriver,
+    ModelAnswers,
+    ModelFiles,
+    TaskAnswers,
+    read_result,
+    written_response,
+)
 from megarl.explore.explorer.held_out import record_evaluations
-from megarl.rewards.votes import extractor
-from megarl.run.checks.bench import check_bench
+from megarl.rewards.routes import extractor
+from megarl.run.checks.job import check_bench
 from megarl.run.launch import bench
 from megarl.run.launch.bench import run_bench
 from megarl.run.launch.subjects import Subject, short_names, subject_of

@@ -11,7 +11,7 @@ from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Reward, Task
 from megarl.explore import workflows
-from megarl.explore.workflows.best_of_n import best_of_n
+from megarl.explore.workflows.single_turn import best_of_n
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer
 from tests.chat_battery import checkpoint

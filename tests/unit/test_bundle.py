@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megarl.core.errors import ConfigError
-from megarl.run.report.bundle import BEGIN_BYTES, END_BYTES, write_bundle
+from megarl.run.report.doctor import BEGIN_BYTES, END_BYTES, write_bundle
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megarl.learn.models.causal import attend
+from megarl.learn.models.attention import attend
 
 
 @pytest.mark.parametrize("window", [None, 1, 4, 8])

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.weights.checkpoint.formats.megatron.dist import Chunk, DistFiles, FileSlice, Stored
-from megarl.weights.checkpoint.formats.megatron.write import write_chunk
+from megarl.weights.checkpoint.formats.dist import Chunk, DistFiles, FileSlice, Stored
+from megarl.weights.checkpoint.formats.dist_write import write_chunk
 from megarl.weights.checkpoint.formats.slices import BoxIndex, OpenFiles, as_bytes
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout
 from megarl.weights.reshard.layouts import MegatronGrid
 from tests.unit.reshard_cases import Config, Grid, qwen3_config
 from tests.unit.reshard_oracle import Tensors, assert_same, megatron_ranks, numbered_hf
@@ -35,7 +35,7 @@ from tests.unit.test_checkpoint_convert import QUIET, deepseek, read_hf, write_h
 
 
 @st.composite
-def shapes_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], boxes.Box]:
+def shapes_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], layout.Box]:
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     starts = [draw(st.integers(0, n - 1)) for n in shape]
     return shape, tuple((lo, draw(st.integers(lo + 1, n))) for lo, n in zip(starts, shape, strict=True))
@@ -44,7 +44,7 @@ def shapes_and_boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], boxes.Box]:
 @given(case=shapes_and_boxes())
 def test_any_box_of_a_file(tmp_path_factory: pytest.TempPathFactory, case: Any) -> None:
     shape, box = case
-    whole = torch.arange(boxes.volume(boxes.whole(shape)), dtype=torch.float32).view(shape)
+    whole = torch.arange(layout.volume(layout.whole(shape)), dtype=torch.float32).view(shape)
     file = tmp_path_factory.getbasetemp() / "box"
     file.write_bytes(b"header" + bytes(as_bytes(whole)))
     files = OpenFiles()
@@ -68,7 +68,7 @@ def test_index_finds_every_overlap(data: st.DataObject) -> None:
     ]
     asked = (*((0, data.draw(st.integers(1, 3))) for _ in range(lead)), (2, 7))
     found = {(common, item) for common, item in BoxIndex(zip(held, range(9), strict=False)).overlapping(asked)}
-    assert found == {(c, i) for i, box in enumerate(held) if (c := boxes.intersect(box, asked)) is not None}
+    assert found == {(c, i) for i, box in enumerate(held) if (c := layout.intersect(box, asked)) is not None}
 
 
 # ------------------------------------------------------------------ the format
@@ -79,7 +79,7 @@ def test_a_chunk_is_what_torch_saves(tmp_path: Path, dtype: torch.dtype) -> None
     tensor = torch.arange(2 * 33 * 17).view(2, 33, 17).to(dtype)
     with (tmp_path / "f").open("wb") as stream:
         stream.write(b"before")
-        place = write_chunk(stream, boxes.whole((2, 33, 17)), dtype, (as_bytes(part) for part in tensor))
+        place = write_chunk(stream, layout.whole((2, 33, 17)), dtype, (as_bytes(part) for part in tensor))
         stream.write(b"after")
     data = (tmp_path / "f").read_bytes()[place[0] : sum(place)]
     assert torch.equal(torch.load(io.BytesIO(data), weights_only=True), tensor)

@@ -21,7 +21,7 @@ from megarl.weights.checkpoint.convert.convert import (
     convert_megatron_to_hf,
     reshard_checkpoint,
 )
-from megarl.weights.checkpoint.convert.inspect import inspect_checkpoint, render
+from megarl.weights.checkpoint.convert.verify import inspect_checkpoint, render
 from megarl.weights.reshard.layouts import MegatronGrid
 from tests.unit.reshard_cases import Config, qwen3_config
 from tests.unit.reshard_oracle import Tensors, random_hf

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from megarl.cli import main
 from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.weights.checkpoint.convert.inspect import inspect_checkpoint, render
-from megarl.weights.checkpoint.convert.verify import check_digests
+from megarl.weights.checkpoint.convert.verify import check_digests, inspect_checkpoint, render
 from megarl.weights.checkpoint.formats.output import MANIFEST
 from tests.unit.reshard_cases import qwen3_config
 from tests.unit.reshard_oracle import numbered_hf, random_hf

@@ -17,7 +17,7 @@ from megarl.cli import main
 from megarl.core.errors import CheckpointError, MegarlError
 from megarl.run.launch.subjects import subject_of
 from megarl.weights.checkpoint.convert.convert import convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.weights.checkpoint.convert.inspect import inspect_checkpoint
+from megarl.weights.checkpoint.convert.verify import inspect_checkpoint
 from megarl.weights.checkpoint.formats.hf_files import INDEX, read_header
 from megarl.weights.checkpoint.training.manifest import complete
 from tests.unit.reshard_cases import Config, qwen3_config

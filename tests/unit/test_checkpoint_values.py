@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megarl.cli import main
 from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.weights.checkpoint.convert.inspect import inspect_checkpoint
+from megarl.weights.checkpoint.convert.verify import inspect_checkpoint
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout
 from tests.unit.reshard_cases import qwen3_config
@@ -116,7 +116,7 @@ def test_a_megatron_checkpoint_with_such_dtypes(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp  # as another program might have written it
 
     convert_hf_to_megatron(source(tmp_path), tmp_path / "meg", QUIET)
-    from megarl.weights.checkpoint.formats.megatron.dist import DistFiles
+    from megarl.weights.checkpoint.formats.dist import DistFiles
 
     files = DistFiles(tmp_path / "meg")
     state = {k: files.read(k, tuple((0, n) for n in s)) for k, s in files.shapes.items()}

@@ -12,8 +12,8 @@ import pytest
 from megarl.config import compose, config_dir, from_dict, load_resolved, save_resolved, to_dict
 from megarl.config.algorithms import SETTINGS, AnyAlgorithmConfig, PPOConfig
 from megarl.config.bounds import bound_of
+from megarl.config.load import numbers
 from megarl.config.schema import Config, FromScratchConfig, ModelConfig
-from megarl.config.validate import numbers
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import ALGORITHMS
 

@@ -35,8 +35,7 @@ from megarl.run.launch.starter import KINDS as STARTERS
 from megarl.run.nodes.plan import NodeInfo, groups_of, idle_gpus, plan_job
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.architectures.complete import complete
-from megarl.weights.reshard.boxes import volume
-from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layout import Layout, volume
 from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
 from megarl.weights.reshard.plan import build_plan
 
@@ -587,7 +586,7 @@ def test_activations_leave_a_part_of_the_device(in_workplace: Path, name: str) -
     """An update that computes nothing again leaves 15 % of 80 GB, by the estimate."""
     from megarl.learn.memory.activation_bytes import activation_bytes
     from megarl.learn.memory.phases import Phase
-    from megarl.run.checks.devices import ledger_of
+    from megarl.run.checks.memory import ledger_of
 
     config = compose([f"experiment={name}"])
     hf, trainer = hf_config(config.model.path), config.trainer
@@ -618,7 +617,7 @@ def test_gpus_for_a_model_and_rows_of_ones_own() -> None:
 def test_plan_of_a_large_job(in_workplace: Path, name: str) -> None:
     """As above, with two of the engines' ranks instead of all that differ, and the files' tensors without a plan from
     them."""
-    from megarl.run.checks.models import grids as model_checks
+    from megarl.run.checks import grids as model_checks
     from megarl.run.checks.settings import check_settings
     from megarl.weights.checkpoint.formats.hf_source import check_hf, open_hf
 

@@ -34,11 +34,10 @@ from megarl.learn.memory.phases import Phase
 from megarl.train.loop.course import Course
 from megarl.train.part import Services
 from megarl.train.parts import parts_of
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.rollout.asking import GroupRequests, InCompletionOrder
-from megarl.train.rollout.awaited import Awaited, Published
+from megarl.train.rollout.found import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.step import OnlineSteps

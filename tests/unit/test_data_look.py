@@ -23,16 +23,14 @@ from megarl.config import Config, compose, save_resolved
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.run.data import export, prune
-from megarl.run.data.count import count
 from megarl.run.data.export import EXPERT, TRAJECTORY, export_experts
 from megarl.run.data.filters import selection_of
-from megarl.run.data.open_run import StoredRun
+from megarl.run.data.open_run import StoredRun, count
 from megarl.run.data.page import write_page
 from megarl.run.data.prune import Pruned
-from megarl.run.data.show import context_of, sample, show
-from megarl.run.data.tokens import tokens_of
+from megarl.run.data.show import context_of, sample, show, tokens_of
 from megarl.tasks import read_rows, text_of_tokens
-from megarl.tasks.images.inline import with_inline_images
+from megarl.tasks.image_rows import with_inline_images
 from megarl.tasks.row_files import read_table
 from tests.loop.vision_models import picture
 from tests.stores import expert, make_task

@@ -11,7 +11,7 @@ import pytest
 from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.learn import algorithms
-from megarl.run.checks.devices import check_devices, ledger_of
+from megarl.run.checks.memory import check_devices, ledger_of
 from tests.unit.small_job import config_of
 from tests.unit.test_memory_checks import TINY
 

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.config.algorithms import DistillConfig, KLConfig
-from megarl.config.model_roles import teacher_of, teachers_at
+from megarl.config.derived import teacher_of, teachers_at
 from megarl.config.schema import Config, TeacherConfig
 from megarl.core.errors import ConfigError, NonRetryableError
 from megarl.core.schema import TEACHER, Reward, Trajectory
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput, StepInput
-from megarl.learn.algorithms.terms.token_parts import counts
+from megarl.learn.algorithms.terms.reduction import counts
 from megarl.learn.batching import Sequences
 from megarl.train.inference.inference import check_ids
 from megarl.train.parts.teachers import Teachers

@@ -16,7 +16,7 @@ from megarl.learn import algorithms
 from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel.grid import roles_of, with_dp
 from megarl.run.checks import job as checks
-from megarl.run.checks.devices import ledger_of
+from megarl.run.checks.memory import ledger_of
 from megarl.run.launch.bench import config_of_bench
 from megarl.run.run_dir.changes import Change, changes
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config

@@ -93,7 +93,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 @every_page
 def test_files_that_are_named_exist(page: Path) -> None:
-    """By their path, or its end: ``school/short.py``. A test may be named with the options to run it."""
+    """By their path, or its end: ``school/read.py``. A test may be named with the options to run it."""
     named = re.findall(r"`([\w./-]+\.(?:py|md|yaml|sh|cpp))(?: -k [^`]*|::[^`]*)?`", page.read_text())
     lost = {name for name in named if not any(f"/{path}".endswith(f"/{name}") for path in FILES)}
     assert lost <= OTHERS, sorted(lost - OTHERS)

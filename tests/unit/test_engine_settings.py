@@ -17,19 +17,19 @@ from megarl.config.schema import ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
-from megarl.run.checks.devices import check_engine_devices
-from megarl.run.checks.engines.options import (
+from megarl.run.checks.engine_options import (
     ON_CPU,
     REASONS,
     SETTINGS,
     check_batched_tokens,
+    check_eight_bits,
     check_engine_options,
+    check_engine_settings,
     engine_arguments,
 )
-from megarl.run.checks.engines.started_with import check_eight_bits, check_engine_settings
-from megarl.run.checks.memory import engine_bytes
+from megarl.run.checks.memory import check_engine_devices, engine_bytes
 from megarl.run.checks.settings import check_builds
-from megarl.run.supervise.engine_process import engine_process
+from megarl.run.supervise.process_specs import engine_process
 from tests.parallel.families import FAMILIES
 from tests.unit.small_job import config_of
 from tests.unit.test_memory_checks import TINY

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.buffer.store import Store
-from megarl.buffer.store.workers import BusyTime
+from megarl.buffer.store.engines import BusyTime
 from megarl.explore.explorer.clocks import SHORTEST_S, EngineTime, RolloutClock
 from megarl.train.rank.reporter import SILENCE_S, EngineIdleness
 

@@ -18,8 +18,8 @@ from megarl.core.schema import End, Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EpisodeThreads, Observation
 from megarl.explore.environments.guess import Guess
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.recorded_values import recorded_reward
+from megarl.explore.recording.model import TokenLimits
+from megarl.explore.recording.turns import recorded_reward
 from megarl.explore.workflows.environment import environment
 from megarl.rewards.verdict import MAX_PARTS
 from tests.trajectories import one_turn

@@ -41,10 +41,10 @@ from megarl.core.schema import Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads, verifiers
 from megarl.explore.environments.episode import in_thread
-from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.model import TokenLimits
 from megarl.explore.workflows.environment import environment
 from megarl.rewards import RewardPool, Verdict
-from megarl.run.checks.models import vision
+from megarl.run.checks import vision
 from megarl.run.process import ports
 from tests import games
 from tests.unit.test_environments import Model

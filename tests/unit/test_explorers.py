@@ -8,7 +8,7 @@ import pytest
 
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind
-from megarl.explore.explorer.explorer_share import check_explorers, share_of
+from megarl.explore.explorer.other_explorers import check_explorers, share_of
 from megarl.run.nodes.plan import NodeInfo, plan_job, table
 from tests.unit.small_job import config_of
 

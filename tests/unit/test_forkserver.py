@@ -17,7 +17,7 @@ import pytest
 
 from megarl.core.processes.fork import Forked, ForkServer
 from megarl.core.processes.secrets import SECRET
-from megarl.run.process import forkserver
+from megarl.run.process import process as forkserver
 
 LAUNCHER = """
 import json, os, signal, sys, threading, time
@@ -25,7 +25,7 @@ from pathlib import Path
 from megarl.core.jobs import ProcessKind
 from megarl.run.process import forkserver
 from megarl.core.processes.fork import Forked
-from megarl.run.process.forkserver import ForkServers
+from megarl.run.process.process import ForkServers
 from megarl.run.process.process import Child
 forkserver.COMMON = ("decimal",)
 forkserver.PRELOAD = {ProcessKind.ENGINE: ("fractions", *MODULES), ProcessKind.TRAINER: ()}

@@ -19,10 +19,10 @@ from megarl.buffer.store import Store
 from megarl.config.rewards import RewardConfig
 from megarl.core.errors import DataError
 from megarl.core.schema import Task
-from megarl.rewards.code.tests import Asserts, Cases, parse
+from megarl.rewards.code_tests import Asserts, Cases, parse
 from megarl.rewards.routes import check_row
 from megarl.tasks import difficulty_of, read_preferences, read_rows
-from megarl.tasks.images.rows import png_of
+from megarl.tasks.image_rows import png_of
 from megarl.tasks.row_files import json_value
 from tests.unit.small_rows import write
 

@@ -21,7 +21,7 @@ from megarl.core.schema import Task
 from megarl.learn.models.from_scratch import MODELS, VISION, VISION_TOKENS, create
 from megarl.run.run_dir.prepare import model_recipe, with_prompt_limit
 from megarl.tasks import ChatTokenizer, chat_messages, generate, read_rows
-from megarl.tasks.images.processor import Processor
+from megarl.tasks.image_processor import Processor
 from tests.unit.small_job import config_of
 
 SMALL = FromScratchConfig(

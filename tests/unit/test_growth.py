@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megarl.learn.memory.phases import Phase
-from megarl.train.memory.phase_memory import LEAST_GROWTH_BYTES, Growth
+from megarl.train.memory import LEAST_GROWTH_BYTES, Growth
 
 MIB = 2**20
 

@@ -31,7 +31,7 @@ from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads
 from megarl.explore.environments.episode import in_thread
 from megarl.explore.environments.harbor import BLOCK, UNREAD, reward_of
-from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.recording.model import TokenLimits
 from megarl.explore.workflows.environment import environment
 from megarl.run.checks.inputs import check_environment_rows
 from megarl.run.run_dir.prepare import missing_data

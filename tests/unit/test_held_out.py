@@ -26,9 +26,8 @@ from megarl.buffer.store import Store
 from megarl.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.explore.explorer.held_out import record_evaluations
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.rollout.evaluation import Evaluation
 from tests.trajectories import one_turn
 

@@ -21,10 +21,10 @@ from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Task, WeightsVersion
-from megarl.run.checks.models.vision import check_images
+from megarl.run.checks.vision import check_images
 from megarl.tasks import chat_messages, read_preferences, read_rows, write_rows
-from megarl.tasks.images import rows as images
-from megarl.tasks.images.processor import Processor
+from megarl.tasks import image_rows as images
+from megarl.tasks.image_processor import Processor
 
 
 def picture(color: str = "red", kind: str = "PNG", size: tuple[int, int] = (6, 4)) -> bytes:

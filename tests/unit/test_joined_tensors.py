@@ -18,11 +18,10 @@ from megarl.weights.architectures.blocks import JOINED_QKV
 from megarl.weights.architectures.complete import complete
 from megarl.weights.architectures.table import JoinedTensor
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
-from megarl.weights.checkpoint.convert.inspect import inspect_checkpoint
 from megarl.weights.checkpoint.convert.open_checkpoint import open_checkpoint
-from megarl.weights.checkpoint.convert.verify import compute_digests
+from megarl.weights.checkpoint.convert.verify import compute_digests, inspect_checkpoint
 from megarl.weights.checkpoint.formats.hf_source import open_hf, places_in_files
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout
 from megarl.weights.reshard.layouts import MegatronGrid, hf_layout
 from tests.parallel.families import FAMILIES
 
@@ -107,7 +106,7 @@ def test_each_logical_tensor_is_its_part(family: str, tmp_path: Path) -> None:
     }
     for name, want in expected.items():
         assert source.shapes[layer + name] == tuple(want.shape)
-        assert torch.equal(source.read(layer + name, boxes.whole(tuple(want.shape))), want)
+        assert torch.equal(source.read(layer + name, layout.whole(tuple(want.shape))), want)
         assert torch.equal(source.read(layer + name, ((5, 9), (2, 7))), want[5:9, 2:7])
     source.close()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megarl.buffer.experience import operators as operators_module
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, KLConfig
@@ -28,7 +28,7 @@ from megarl.learn.batching import micro_batches
 from megarl.learn.batching.packing import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
-from megarl.run.checks.engines.pacing import check_pacing
+from megarl.run.checks.pacing import check_pacing
 from megarl.train.batch.accounts import Amount, SampleAccount, account_line
 from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch, overlong
 from megarl.train.update.gap import lag_metrics

@@ -24,10 +24,10 @@ from megarl.core.jobs import JOBS
 from megarl.core.schema import GREEDY, Reward, WeightsVersion
 from megarl.learn import algorithms
 from megarl.rewards.routes import compute_score
-from megarl.run.checks.engines.pacing import check_pacing
+from megarl.run.checks.pacing import check_pacing
 from megarl.run.launch.late import read_rewards, write_awaiting
 from megarl.tasks import ChatTokenizer
-from megarl.train.rank.context import RunContext
+from megarl.train.rank.state import RunContext
 from megarl.train.rollout.asking import GroupRequests, InAdmissionOrder, InCompletionOrder
 from megarl.train.rollout.group_part import GroupServices
 from megarl.train.rollout.group_parts import group_parts_of

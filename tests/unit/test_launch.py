@@ -26,9 +26,8 @@ from megarl.core.metrics import Timeline
 from megarl.core.processes.machine import group_members
 from megarl.core.schema import Task
 from megarl.run.launch import job
-from megarl.run.launch.micro_batch_budget import MicroBatchBudget
-from megarl.run.nodes.allocation import Allocation
-from megarl.run.nodes.node import LocalNode, Spec, Started
+from megarl.run.launch.job import MicroBatchBudget
+from megarl.run.nodes.node import Allocation, LocalNode, Spec, Started
 from megarl.run.nodes.plan import NodeInfo, Plan, plan_job
 from megarl.run.nodes.remote import Gathering
 from megarl.run.process import ports

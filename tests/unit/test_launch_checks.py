@@ -22,8 +22,8 @@ from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
 from megarl.run.checks import job as checks
 from megarl.run.checks import settings as setting_checks
-from megarl.run.checks.models.dispatcher import check_dispatcher, check_experts_settings
-from megarl.run.checks.models.grids import check_fusions, check_recompute, check_router, check_routing_replay
+from megarl.run.checks.dispatcher import check_dispatcher, check_experts_settings
+from megarl.run.checks.grids import check_fusions, check_recompute, check_router, check_routing_replay
 from megarl.run.run_dir.prepare import MODEL_RECIPE
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
 from megarl.weights.checkpoint.formats.hf import read_hf_config

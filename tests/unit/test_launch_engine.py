@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megarl.core.errors import ConfigError
-from megarl.run.checks.models.grids import check_engine
+from megarl.run.checks.grids import check_engine
 from megarl.weights.architectures.complete import complete
 
 DENSE: dict[str, Any] = {
@@ -71,7 +71,7 @@ def test_what_it_does_not_is_refused_with_the_mend(config: dict[str, Any], words
 def test_latent_attention_is_seen_though_config_json_leaves_its_width_out(tmp_path: Path) -> None:
     """The engine's options are made from the file: the width of DeepSeek's latent is transformers' own default."""
     from megarl.config.schema import RolloutConfig
-    from megarl.run.supervise.engine_process import cpu_options
+    from megarl.run.supervise.process_specs import cpu_options
 
     for left_out in ("nothing", "kv_lora_rank"):
         (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in LATENT.items() if k != left_out}))

@@ -17,8 +17,7 @@ from megarl.config.schema import ParallelConfig
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.jobs import ProcessKind
 from megarl.learn.parallel.grid import check_roles
-from megarl.run.nodes.advice import COMMAND, advice, number_of_nodes
-from megarl.run.nodes.fit import fit, planned
+from megarl.run.nodes.fit import COMMAND, advice, fit, number_of_nodes, planned
 from megarl.run.nodes.plan import NodeInfo, Plan, groups_of, idle_gpus, plan_job, workers_of
 from tests.unit.test_configs import NODES, YOURS
 

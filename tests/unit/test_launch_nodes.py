@@ -27,9 +27,8 @@ from megarl.core.errors import ConfigError, FencedError, JobError
 from megarl.core.jobs import ProcessKind
 from megarl.run.launch.job import healthy_nodes
 from megarl.run.nodes import gpu_state, health, node_agent, remote
-from megarl.run.nodes.allocation import Allocation, find
-from megarl.run.nodes.channel import Channel, ChannelClosed, greet
-from megarl.run.nodes.node import LocalNode, Spec, Started
+from megarl.run.nodes.node import Allocation, LocalNode, Spec, Started, find
+from megarl.run.nodes.node_agent import Channel, ChannelClosed, greet
 from megarl.run.nodes.plan import NodeInfo, plan_job, table
 from megarl.run.nodes.remote import Gathering, RemoteNode, RemoteProcess
 from megarl.run.postgres import url_of
@@ -380,7 +379,7 @@ def two_nodes(tmp_path: Path) -> Iterator[tuple[Any, LocalNode, Path]]:
     code = (
         "import sys\nfrom pathlib import Path\nfrom dataclasses import replace\n"
         "from megarl.run.nodes import node_agent as agent\n"
-        "from megarl.run.nodes.allocation import Allocation\nfrom tests.unit.small_job import config_of\n"
+        "from megarl.run.nodes.node import Allocation\nfrom tests.unit.small_job import config_of\n"
         f"sys.exit(agent.serve(Allocation(1, 2, '127.0.0.1', {port}, 'n1'), config_of(Path({str(tmp_path)!r}), "
         f"'cluster.stall_s=2'), {KEY!r}))"
     )

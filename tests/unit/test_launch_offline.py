@@ -15,7 +15,7 @@ from megarl.config import Config
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Preference, Task
 from megarl.run.checks import job as checks
-from megarl.run.launch.micro_batch_budget import halved
+from megarl.run.launch.job import halved
 from megarl.tasks import ChatTokenizer, encode_preferences, read_preferences, read_rows
 from tests.unit.small_job import config_of, refused
 

@@ -15,7 +15,7 @@ import pytest
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.run.checks import job as checks
-from megarl.sandbox import client, host, proven
+from megarl.sandbox import bubblewrap, client, selftest
 from megarl.tasks import read_rows
 from tests.unit.small_job import config_of, refused
 from tests.unit.small_rows import write
@@ -96,8 +96,8 @@ def test_programs_need_a_sandbox_before_anything_starts(
     monkeypatch.setattr(client, "BUSY_S", 0.2)
     refused(ConfigError, service, "not run unless they can be isolated", "http://127.0.0.1:9")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(proven, "known", {})  # by another test of this process
-    host.find.cache_clear()
+    monkeypatch.setattr(selftest, "known", {})  # by another test of this process
+    bubblewrap.find.cache_clear()
     refused(ConfigError, config_of(prepared, override), "not run unless they can be isolated", "bwrap")
 
 

@@ -46,10 +46,9 @@ ROWS = {"weights/architectures", "learn/algorithms", "buffer/store"}
 PRONOUNS = {"own", "others", "kept", "joined", "sent"}
 """No file is named so: of what, the name does not say."""
 TWINS = {
-    "adapters", "bench", "checks", "client", "command", "compare", "engines", "experts", "files",
-    "filters", "fleet", "grid", "groups", "guess", "harbor", "held_out", "host", "images", "job", "keys", "late",
-    "lora", "model", "offline", "options", "pacing", "plan", "probe", "process", "replay", "rollouts",
-    "routing", "rows", "schema", "segments", "server", "state", "store", "text", "turns", "types", "user", "values",
+    "adapters", "bench", "client", "command", "engines", "experts", "files", "fleet", "grid", "harbor", "held_out",
+    "images", "job", "late", "lora", "memory", "model", "offline", "pacing", "plan", "probe", "process", "replay",
+    "rollouts", "routing", "rows", "schema", "segments", "server", "state", "store", "text", "turns", "types",
     "verifier", "vision", "writer",
 }  # fmt: skip
 """Names of several files: each is one thing, as two packages see it (``late``: late rewards in store and step)."""
@@ -511,7 +510,7 @@ def test_explorer_workers_and_report_run_without_torch() -> None:
     """Started once for every job or engine beside the trainers: torch would cost seconds and 300 MB each."""
     imported = imported_by(
         "megarl.explore.explorer.explorer",
-        "megarl.explore.bench.driver",
+        "megarl.explore.bench",
         "megarl.engines.client.client",
         "megarl.engines.client.control",
         "megarl.rewards.pool.worker",

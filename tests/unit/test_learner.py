@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
 from megarl.config.lora import LoraConfig
@@ -27,9 +27,8 @@ from megarl.learn.training.objectives import LossTokens
 from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch
 from megarl.train.inference.inference import Inference
 from megarl.train.inference.models import Models
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.update.learner import Learner, kl_coef, step_input
 from tests.trajectories import one_turn
 

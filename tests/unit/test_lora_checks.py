@@ -13,8 +13,8 @@ from megarl.core.errors import ConfigError
 from megarl.learn import algorithms
 from megarl.learn.memory.phases import Phase
 from megarl.run.checks import job as checks
-from megarl.run.checks.devices import ledger_of
-from megarl.run.checks.models.lora import check_adapters, check_tower_overlap
+from megarl.run.checks.lora import check_adapters, check_tower_overlap
+from megarl.run.checks.memory import ledger_of
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from tests.parallel.families import save
 from tests.unit.small_job import config_of

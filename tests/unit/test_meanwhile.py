@@ -27,16 +27,15 @@ from megarl.engines.client.client import EngineClient, Prompt, Sampling
 from megarl.engines.client.engine_choice import EngineChoice
 from megarl.engines.client.frames import VersionSpan
 from megarl.engines.fleet import EngineStatus, Fleet, WeightsAsked, refusal
+from megarl.explore.explorer.clocks import SamplesUnderWay
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.held_out import record_evaluations
-from megarl.explore.explorer.under_way import SamplesUnderWay
-from megarl.run.checks.engines.pacing import check_pacing
+from megarl.run.checks.pacing import check_pacing
 from megarl.tasks import ChatTokenizer
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped
-from megarl.train.rollout.awaited import Awaited
-from megarl.train.rollout.evaluation import Evaluation
-from megarl.train.rollout.meanwhile import EvaluationMeanwhile
+from megarl.train.rank.state import RunContext
+from megarl.train.rollout.evaluation import Evaluation, EvaluationMeanwhile
+from megarl.train.rollout.found import Awaited
 from megarl.train.sync.publish import WeightPublisher
 from tests.chat_battery import checkpoint
 from tests.engine_rows import having, serving_row

@@ -7,7 +7,7 @@ import torch
 
 from megarl.config.schema import ModelConfig
 from megarl.core.errors import ConfigError
-from megarl.learn.models.multipliers import Residual
+from megarl.learn.models.norms import Residual
 from megarl.learn.models.specs import check_layers
 from megarl.weights.architectures import ARCHITECTURES
 from megarl.weights.architectures.table import USUAL_NORMS

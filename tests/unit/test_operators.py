@@ -15,7 +15,7 @@ from megarl.buffer.experience import by_group, verify, with_group_stats
 from megarl.buffer.experience import operators as module
 from megarl.buffer.experience.operators import OPERATORS, Member, Operators, operators_of
 from megarl.config.algorithms import AlgorithmConfig
-from megarl.config.buffer import BufferConfig
+from megarl.config.job import BufferConfig
 from megarl.config.rewards import LengthConfig, RewardConfig
 from megarl.config.schema import Config
 from megarl.core.errors import ConfigError, DataError

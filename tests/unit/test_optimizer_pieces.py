@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.weights.checkpoint.training.optimizer_state import ParameterPiece, pieces_of, writer_of
+from megarl.weights.checkpoint.training.rank_state import ParameterPiece, pieces_of, writer_of
 
 
 def test_pieces_by_hand() -> None:

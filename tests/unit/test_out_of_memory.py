@@ -14,14 +14,14 @@ import torch
 
 from megarl.config.schema import Config, ModelConfig, RolloutConfig, TrainerConfig
 from megarl.core.errors import ConfigError, JobError, MemoryFullError, NonRetryableError
-from megarl.core.processes.out_of_memory import bytes_asked, is_out_of_memory
+from megarl.core.processes.machine import bytes_asked, is_out_of_memory
 from megarl.learn import algorithms
 from megarl.learn.memory.phases import Phase, Place
 from megarl.learn.memory.residents import Resident, Residents
 from megarl.run.checks.roles import check_budget
-from megarl.run.launch.micro_batch_budget import MicroBatchBudget, halved
+from megarl.run.launch.job import MicroBatchBudget, halved
 from megarl.run.run_dir.changes import Change
-from megarl.train.memory.exhausted import memory_explained
+from megarl.train.memory import memory_explained
 
 HUGE = 1 << 50
 FAILING: dict[str, Callable[[], object]] = {

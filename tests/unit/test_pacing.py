@@ -20,7 +20,7 @@ from megarl.config.job import RunConfig, SyncConfig
 from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
-from megarl.run.checks.engines.pacing import check_pacing
+from megarl.run.checks.pacing import check_pacing
 
 PACINGS = [Pacing(k, i) for k in (0, 1, 2, 4, 9) for i in range(1, k + 2)]
 Choice = Callable[[list[int], list[int], int, int, int], list[int]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megarl.learn.algorithms.terms import kl, token_parts
+from megarl.learn.algorithms.terms import reduction, token_rewards
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_rewards import VARIANCE_EPSILON, whitened
 from megarl.learn.algorithms.terms.value import explained_variance
@@ -57,8 +57,8 @@ def test_the_mismatch_of_log_probs(step: Sequences) -> None:
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 def test_the_kl_of_a_step(step: Sequences, estimator: str) -> None:
     assert step.old_logp is not None and step.ref_logp is not None
-    at_once = kl.estimates(step.old_logp[step.mask], step.ref_logp[step.mask], estimator)
-    found = kl.totals(step.old_logp, step.ref_logp, Tokens(step.mask, LENGTHS), estimator)
+    at_once = token_rewards.estimates(step.old_logp[step.mask], step.ref_logp[step.mask], estimator)
+    found = token_rewards.totals(step.old_logp, step.ref_logp, Tokens(step.mask, LENGTHS), estimator)
     assert found.number == len(at_once) and found.max == float(at_once.max()) and found.min == float(at_once.min())
     assert found.mean == pytest.approx(float(at_once.mean()), rel=1e-12)
 
@@ -69,15 +69,15 @@ def test_what_critics_and_advantages_take(step: Sequences) -> None:
     tokens = Tokens(step.mask, LENGTHS)
     explained = explained_variance(step.values, step.returns, tokens)
     assert explained == pytest.approx(1.0 - float((r - v).var() / r.var()), rel=1e-12)
-    kept = token_parts.picked(step.returns, step.mask)
+    kept = reduction.picked(step.returns, step.mask)
     assert torch.equal(kept, step.returns[step.mask])
     before = kept.clone()
     x = kept.double()
-    white = whitened(kept, Tokens(torch.ones(len(kept), dtype=torch.bool), token_parts.counts(step.mask, LENGTHS)))
+    white = whitened(kept, Tokens(torch.ones(len(kept), dtype=torch.bool), reduction.counts(step.mask, LENGTHS)))
     exact = (x - x.mean()) / (x.var() + VARIANCE_EPSILON).sqrt()
     assert white.dtype == torch.float32 and torch.equal(kept, before)
     assert torch.allclose(white.double(), exact, rtol=2**-24, atol=1e-13)
-    assert torch.equal(token_parts.spread_out(kept, step.mask), torch.where(step.mask, step.returns, 0.0))
+    assert torch.equal(reduction.spread_out(kept, step.mask), torch.where(step.mask, step.returns, 0.0))
 
 
 def test_reductions_do_not_depend_on_the_number_of_threads(step: Sequences) -> None:
@@ -86,7 +86,7 @@ def test_reductions_do_not_depend_on_the_number_of_threads(step: Sequences) -> N
     threads, found = torch.get_num_threads(), []
     for number in (1, 2, 3):
         torch.set_num_threads(number)
-        found.append(kl.totals(step.old_logp, step.ref_logp, Tokens(step.mask, LENGTHS), "k3"))
+        found.append(token_rewards.totals(step.old_logp, step.ref_logp, Tokens(step.mask, LENGTHS), "k3"))
     torch.set_num_threads(threads)
     assert found[0] == found[1] == found[2]
 
@@ -94,17 +94,17 @@ def test_reductions_do_not_depend_on_the_number_of_threads(step: Sequences) -> N
 def test_what_goes_by_sequences(step: Sequences) -> None:
     assert step.old_logp is not None
     numbers = torch.tensor([0.5, -0.0, 3.0, 1e-30, 7.0], dtype=torch.float64)
-    assert torch.equal(token_parts.repeated(numbers, LENGTHS), numbers[step.row])
+    assert torch.equal(reduction.repeated(numbers, LENGTHS), numbers[step.row])
     assert (
-        token_parts.counts(step.mask, LENGTHS).tolist()
+        reduction.counts(step.mask, LENGTHS).tolist()
         == torch.zeros(5, dtype=torch.int64).index_add(0, step.row, step.mask.long()).tolist()
     )
     values = step.old_logp.double()
     assert torch.equal(
-        token_parts.sums(values, LENGTHS), torch.zeros(5, dtype=torch.float64).index_add(0, step.row, values)
+        reduction.sums(values, LENGTHS), torch.zeros(5, dtype=torch.float64).index_add(0, step.row, values)
     )
     empty = torch.tensor([0, TOTAL, 0])
-    assert token_parts.sums(values, empty).tolist() == [
+    assert reduction.sums(values, empty).tolist() == [
         0.0,
         float(torch.zeros(1, dtype=torch.float64).index_add(0, step.row * 0, values)),
         0.0,

@@ -21,15 +21,15 @@ from megarl.core.errors import DataError
 from megarl.core.schema import Task
 from megarl.explore.environments.guess import Guess
 from megarl.explore.environments.gymnasium import Gymnasium
-from megarl.explore.environments.numbers import last_number
-from megarl.rewards import compute_score, procedural, votes
+from megarl.explore.environments.types import last_number
+from megarl.rewards import compute_score, procedural, routes
 from megarl.rewards.judge.rubric import RUBRIC, fill, read_vote
 from megarl.rewards.math.verifier import time_limit
 from megarl.rewards.routes import ROUTES, check_row
-from megarl.sandbox.proven import local_sandbox
-from megarl.tasks.images.rows import size_of
+from megarl.sandbox.selftest import local_sandbox
+from megarl.tasks.image_rows import size_of
 from megarl.tasks.tools import FORMATS
-from megarl.tasks.tools.calculator import calculator
+from megarl.tasks.tools.functions import calculator
 from megarl.tasks.tools.python_session import PythonSession, PythonSessions
 
 CANARY = "MEGARL_CANARY"
@@ -286,7 +286,7 @@ def test_an_answer_in_tags_is_found_in_linear_time() -> None:
     with time_limit(10.0):  # CPU time, so that a busy machine changes nothing
         assert procedural.answer_of(f"{opened} 5 </answer>") == opened.removeprefix("<answer>") + " 5"
         assert procedural.answer_of(f"<answer> 4</answer><answer>5 </answer> {opened}") == "5"
-        assert procedural.answer_of(opened) == opened and votes.EXTRACTORS["reasoning_gym"](opened, {}) == opened[:200]
+        assert procedural.answer_of(opened) == opened and routes.EXTRACTORS["reasoning_gym"](opened, {}) == opened[:200]
 
 
 EVALUATES = {
@@ -393,7 +393,7 @@ def test_votes_judges_tools_and_environments_run_no_response(canaries: Canaries)
             "t/0", "reasoning_gym/countdown", ({"role": "user", "content": payload},), "", {"ground_truth": "5"}
         )
         for text in written(payload):
-            for read in votes.EXTRACTORS.values():
+            for read in routes.EXTRACTORS.values():
                 read(text, {})
             read_vote(text)
             fill(RUBRIC, payload, text, payload)

@@ -9,8 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-from megarl.engines.sync.shared import SharedMemorySender
+from megarl.engines.sync.shared import HostMemory, SharedMemorySender, memory_file
 from megarl.ops import host_memory
 from tests.loop.trainers import Sent
 

@@ -18,12 +18,11 @@ from megarl.cli import main
 from megarl.config import compose
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.memory.resident_bytes import model_bytes
-from megarl.planner import constants
+from megarl.planner import accelerators
 from megarl.planner.accelerators import DEVICES
 from megarl.planner.model_cost import ModelCost
 from megarl.planner.predict import predict, update_bytes
-from megarl.planner.response_lengths import Lengths
-from megarl.planner.rollout import RolloutCost
+from megarl.planner.rollout import Lengths, RolloutCost
 from megarl.planner.search import reason, search, ties
 from megarl.planner.training import TrainingCost, copies, rank_parameters
 from megarl.planner.work import JobPlan, StepWork
@@ -52,7 +51,7 @@ def test_published_rows_are_predicted_and_simpler_models_beaten() -> None:
 
 
 def test_constants_lie_in_their_ranges() -> None:
-    found = [value for value in vars(constants).values() if isinstance(value, constants.Constant)]
+    found = [value for value in vars(accelerators).values() if isinstance(value, accelerators.Constant)]
     assert len(found) > 5 and all(one.low <= one.value <= one.high for one in found)
 
 

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import sys
-from megarl.core.reasoning import reasoning_gym
+from megarl.core.imports import reasoning_gym
 
 gym = reasoning_gym()
 assert "matplotlib" not in sys.modules

@@ -20,17 +20,15 @@ from megarl.buffer.order.replay import ReplayChoice, drawn, replay_metrics
 from megarl.buffer.store import Store, UsedGroup
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig
-from megarl.config.buffer import BufferConfig, ReplayConfig
-from megarl.config.job import SyncConfig
+from megarl.config.job import BufferConfig, ReplayConfig, SyncConfig
 from megarl.config.schema import TrainerConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, WeightsVersion
 from megarl.learn import algorithms
-from megarl.run.checks.engines.pacing import check_replay
-from megarl.train.rank.context import RunContext
+from megarl.run.checks.pacing import check_replay
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
-from megarl.train.rollout.awaited import Published
+from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.rollout.found import Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups
 from tests.stores import make_task, make_trajectory

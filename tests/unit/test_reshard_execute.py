@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.core.errors import ConfigError, PlanError, WeightSyncError
-from megarl.engines.sync.bucket_memory import HostMemory, memory_file
-from megarl.engines.sync.shared import SharedMemorySender
+from megarl.engines.sync.shared import HostMemory, SharedMemorySender, memory_file
 from megarl.ops import slice_digests
-from megarl.weights.reshard import boxes, execute
+from megarl.weights.reshard import execute
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.buckets import HEADER, Bucket, MessageChannel, buckets_of, numbered
 from megarl.weights.reshard.execute import (
     NO_ROOM,

@@ -14,7 +14,7 @@ import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout
 from megarl.weights.reshard.buckets import HEADER, buckets_of, bytes_of
 from megarl.weights.reshard.execute import compare, digests_of, exchange, merge, receive, send
 from megarl.weights.reshard.layout import Layout
@@ -165,7 +165,7 @@ def test_every_rank_sees_the_same_plan_in_its_own_part(case: FamilyCase) -> None
     moves = [move for moves in received.values() for move in moves]
     buckets = buckets_of(whole, moves, 1 << 20, torch.bfloat16)
     sizes = (
-        boxes.volume(chunk.box) * chunk.dtype.itemsize * len(bucket.channel.dsts)
+        layout.volume(chunk.box) * chunk.dtype.itemsize * len(bucket.channel.dsts)
         for bucket in buckets
         for chunk in bucket.slices
     )

@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.weights.reshard.copy_shares import Share, shares_of
+from megarl.weights.reshard.plan import Share, shares_of
 
 
 @given(takers=st.integers(1, 9), copies=st.integers(1, 9), total=st.integers(1, 60))

@@ -19,7 +19,7 @@ from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import MetricWriter
 from megarl.core.schema import Task, WeightsVersion
-from megarl.run.checks.filters import Selected
+from megarl.run.checks.tasksets import Selected
 from megarl.run.launch import job
 from megarl.run.run_dir.changes import FREE, changes, is_in, listed
 from megarl.run.run_dir.prepare import prepare_data, prepare_model

@@ -24,10 +24,10 @@ import torch
 from megarl.config.rewards import FormatConfig, RepetitionConfig, RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task
-from megarl.explore.recording.recorded_values import recorded_reward
+from megarl.explore.recording.turns import recorded_reward
 from megarl.rewards import RewardPool, Verdict, compute_score
+from megarl.rewards.pool import pool as worker_queue
 from megarl.rewards.pool import process as reward_process
-from megarl.rewards.pool import worker_queue
 from megarl.rewards.pool.host import RewardHost
 from megarl.rewards.pool.process import RemoteRewardProcess, Worker
 from megarl.rewards.pool.worker import verdict_of

@@ -12,13 +12,12 @@ from hypothesis import strategies as st
 
 from megarl.config.rewards import CodeConfig, RewardConfig
 from megarl.core.errors import ConfigError, DataError, SandboxError
-from megarl.rewards.code import verifier as code
-from megarl.rewards.code.compare import same_output, same_value
-from megarl.rewards.code.tests import Asserts, Cases, check_row, parse
-from megarl.sandbox import seccomp
+from megarl.rewards import code
+from megarl.rewards.code import same_output, same_value
+from megarl.rewards.code_tests import Asserts, Cases, check_row, parse
+from megarl.sandbox import bubblewrap
 from megarl.sandbox.inside import values
-from megarl.sandbox.interface import MIB, Call, CheckResult, Checks, Limits, Result, Test
-from megarl.sandbox.name_owners import owners
+from megarl.sandbox.interface import MIB, Call, CheckResult, Checks, Limits, Result, Test, owners
 from tests.system.code_cases import CASES
 
 plain = st.recursive(
@@ -400,32 +399,32 @@ def test_limits_are_checked(limits: dict[str, Any]) -> None:
         Limits(**limits)
 
 
-@pytest.mark.parametrize("machine", list(seccomp.AUDIT_ARCH))
+@pytest.mark.parametrize("machine", list(bubblewrap.AUDIT_ARCH))
 def test_the_filter_refuses_what_it_names_and_nothing_else(machine: str) -> None:
     """Interpreted here as the kernel would: (system call, arguments) -> what becomes of it."""
-    program = seccomp.program(machine)
-    column = list(seccomp.AUDIT_ARCH).index(machine)
-    refused = {numbers[column] for numbers in seccomp.REFUSED.values()} - {-1}
-    assert len(refused) == sum(numbers[column] >= 0 for numbers in seccomp.REFUSED.values())
-    clone, socket_call, ioctl = seccomp.CLONE[column], seccomp.SOCKET[column], seccomp.IOCTL[column]
+    program = bubblewrap.program(machine)
+    column = list(bubblewrap.AUDIT_ARCH).index(machine)
+    refused = {numbers[column] for numbers in bubblewrap.REFUSED.values()} - {-1}
+    assert len(refused) == sum(numbers[column] >= 0 for numbers in bubblewrap.REFUSED.values())
+    clone, socket_call, ioctl = bubblewrap.CLONE[column], bubblewrap.SOCKET[column], bubblewrap.IOCTL[column]
     for number in range(500):
         verdict = run_filter(program, machine, number, (2, 0))
-        expected = 0x50001 if number in refused else 0x50026 if number == 435 else seccomp.ALLOW
+        expected = 0x50001 if number in refused else 0x50026 if number == 435 else bubblewrap.ALLOW
         assert verdict == expected, number
     assert (
         run_filter(program, machine, clone, (0x11, 0))
         == run_filter(program, machine, clone, (0x3D0F00, 0))
-        == seccomp.ALLOW
+        == bubblewrap.ALLOW
     )
     for flag in (0x10000000, 0x20000011, 0x40000000, 0x02000000):
         assert run_filter(program, machine, clone, (flag, 0)) == 0x50001
     for family in range(46):
-        assert (run_filter(program, machine, socket_call, (family, 0)) == seccomp.ALLOW) == (family in (1, 2, 10))
+        assert (run_filter(program, machine, socket_call, (family, 0)) == bubblewrap.ALLOW) == (family in (1, 2, 10))
     assert (
         run_filter(program, machine, ioctl, (0, 0x5412)) == run_filter(program, machine, ioctl, (0, 0x541C)) == 0x50001
     )
-    assert run_filter(program, machine, ioctl, (0, 0x5401)) == seccomp.ALLOW
-    assert run_filter(program, "other", 0, (0, 0)) == seccomp.KILL
+    assert run_filter(program, machine, ioctl, (0, 0x5401)) == bubblewrap.ALLOW
+    assert run_filter(program, "other", 0, (0, 0)) == bubblewrap.KILL
     if machine == "x86_64":
         assert run_filter(program, machine, 0x40000000, (0, 0)) == 0x50026
 
@@ -433,25 +432,25 @@ def test_the_filter_refuses_what_it_names_and_nothing_else(machine: str) -> None
 def run_filter(program: bytes, machine: str, number: int, arguments: tuple[int, int]) -> int:
     import struct
 
-    memory = {0: number, 4: seccomp.AUDIT_ARCH.get(machine, 0), 16: arguments[0], 24: arguments[1]}
+    memory = {0: number, 4: bubblewrap.AUDIT_ARCH.get(machine, 0), 16: arguments[0], 24: arguments[1]}
     lines = list(struct.iter_unpack("<HBBI", program))
     at = accumulator = 0
     while True:
         operation, if_true, if_false, k = lines[at]
         at += 1
-        if operation == seccomp.LOAD:
+        if operation == bubblewrap.LOAD:
             accumulator = memory[k]
-        elif operation == seccomp.RETURN:
+        elif operation == bubblewrap.RETURN:
             return k
         else:
             holds = {
-                seccomp.EQUAL: accumulator == k,
-                seccomp.AT_LEAST: accumulator >= k,
-                seccomp.ANY_BIT: bool(accumulator & k),
+                bubblewrap.EQUAL: accumulator == k,
+                bubblewrap.AT_LEAST: accumulator >= k,
+                bubblewrap.ANY_BIT: bool(accumulator & k),
             }[operation]
             at += if_true if holds else if_false
 
 
 def test_an_unknown_machine_has_no_filter() -> None:
     with pytest.raises(SandboxError, match="no list of system calls for vax"):
-        seccomp.program("vax")
+        bubblewrap.program("vax")

@@ -26,8 +26,7 @@ from megarl.engines.client.engine_choice import EngineChoice
 from megarl.explore.explorer import explorer
 from megarl.rewards import compute_score, model_server
 from megarl.rewards.judge import judge
-from megarl.rewards.judge.cache import JudgementCache
-from megarl.rewards.judge.judge import Judge, check_judge
+from megarl.rewards.judge.judge import Judge, JudgementCache, check_judge
 from tests.engine_rows import serving_row
 from tests.unit.small_job import config_of
 
@@ -381,7 +380,7 @@ def test_neither_errors_nor_partial_votes_are_cached(tmp_path: Path) -> None:
 
 WRITER = """
 import asyncio, sys
-from megarl.rewards.judge.cache import JudgementCache
+from megarl.rewards.judge.judge import JudgementCache
 cache = JudgementCache(sys.argv[1])
 async def main():
     for i in range(int(sys.argv[3])):

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import DataError
 from megarl.rewards import compute_score
-from megarl.rewards.answer.measures import asks_for_unit
-from megarl.rewards.answer.numerals import with_digits
+from megarl.rewards.answer.measures import asks_for_unit, with_digits
 from megarl.rewards.school.read import letters, options_of, split_blanks
 from megarl.rewards.school.truth import truth
 from megarl.rewards.school.verifier import TYPES, check_row, is_multiple_choice, question_type, score

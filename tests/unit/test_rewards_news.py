@@ -12,7 +12,7 @@ import pytest
 from megarl.buffer.store import Store, journal
 from megarl.config.rewards import RewardConfig
 from megarl.rewards import RewardPool, Verdict
-from megarl.rewards.pool import printed_output
+from megarl.rewards.pool import child
 from megarl.rewards.pool.tally import EVENT, EVERY_S, LONG_S, Tally
 from megarl.train.loop import rollout_waiting
 from megarl.train.loop.rollout_waiting import EventLines
@@ -95,9 +95,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def test_what_a_function_prints_goes_to_a_short_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(printed_output, "MAX_BYTES", 2**18)
-    monkeypatch.setattr(printed_output, "KEPT_BYTES", 2**10)
-    monkeypatch.setattr(printed_output, "EVERY_S", 0.05)
+    monkeypatch.setattr(child, "MAX_BYTES", 2**18)
+    monkeypatch.setattr(child, "KEPT_BYTES", 2**10)
+    monkeypatch.setattr(child, "EVERY_S", 0.05)
     path, log = tmp_path / "reward.py", tmp_path / "output.log"
     path.write_text(NOISY)
 
@@ -122,7 +122,7 @@ def test_what_a_function_prints_goes_to_a_short_file(
 
 
 def test_one_huge_write_does_not_outgrow_the_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(printed_output, "MAX_BYTES", 2**20)
+    monkeypatch.setattr(child, "MAX_BYTES", 2**20)
     path, log = tmp_path / "reward.py", tmp_path / "output.log"
     path.write_text("import os\ndef compute_score(**_):\n    os.write(1, b'x' * 2**26)\n    return 1.0\n")
 

@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.config.rewards import FormatConfig, LanguageConfig, RepetitionConfig, RewardConfig
-from megarl.core.thoughts import opens_thinking
-from megarl.rewards.shape import (
+from megarl.core.text import opens_thinking
+from megarl.rewards.verdict import (
     format_reward,
     k15_length_rewards,
     language_consistency,
     language_of,
     repetition_penalty,
     shape_parts,
+    weighed,
 )
-from megarl.rewards.verdict import weighed
 
 PIECES = ["<think>", "</think>", "<answer>", "</answer>", "so", " ", "\n", "7", "<thinking>"]
 

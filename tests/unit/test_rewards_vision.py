@@ -15,8 +15,7 @@ from megarl.core.errors import DataError
 from megarl.rewards import compute_score
 from megarl.rewards.routes import scorer_for
 from megarl.rewards.vision.bounding_boxes import best_assignment, iou, shapes
-from megarl.rewards.vision.counting import read_count
-from megarl.rewards.vision.read_text import anls, levenshtein
+from megarl.rewards.vision.readings import anls, levenshtein, read_count
 from megarl.rewards.vision.verifier import SUBTYPES, check_row, score_anls, score_box
 
 TABLE = Path(__file__).parent / "cases" / "vision.tsv"

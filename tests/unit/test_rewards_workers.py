@@ -20,8 +20,8 @@ from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward
 from megarl.rewards import RewardPool, Verdict
+from megarl.rewards.pool import pool as worker_queue
 from megarl.rewards.pool import process as reward_process
-from megarl.rewards.pool import worker_queue
 from megarl.rewards.pool.host import RewardHost
 from tests.unit.test_rewards import KEY, TASK, run_pool
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megarl.engines.client.auth import KEY_VARIABLE, RequireKey, bearer
+from megarl.engines.client.names import KEY_VARIABLE, RequireKey, bearer
 
 Message = MutableMapping[str, Any]
 

@@ -15,13 +15,11 @@ from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.processes.machine import group_members
-from megarl.engines.client.addresses import JobAddresses
 from megarl.engines.client.control import SLEEPING, EngineControl
-from megarl.engines.client.names import last_lines
+from megarl.engines.client.names import JobAddresses, last_lines
 from megarl.run.nodes.plan import NodeInfo, plan_job
-from megarl.run.supervise.engine_process import engine_process
-from megarl.run.supervise.process_specs import Addresses, specs
-from megarl.tasks.images.rows import MAX_IMAGES
+from megarl.run.supervise.process_specs import Addresses, engine_process, specs
+from megarl.tasks.image_rows import MAX_IMAGES
 
 
 def option(argv: list[str], name: str) -> str:

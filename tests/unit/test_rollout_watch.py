@@ -20,8 +20,8 @@ import pytest
 from megarl.core.errors import EngineError
 from megarl.engines.client.control import EngineControl
 from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn, Fleet
-from megarl.run.process import liveness as probes
-from megarl.run.process.liveness import Probe
+from megarl.run.process import process as probes
+from megarl.run.process.process import Probe
 from megarl.train.sync.look import lost
 from tests.engine_rows import serving_row
 

@@ -31,12 +31,11 @@ from megarl.run.supervise.watchdog import WAITING
 from megarl.tasks import ChatTokenizer
 from megarl.train.loop import rollout_waiting
 from megarl.train.loop.rollout_waiting import RolloutWaiter
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.rollout import rollouts
-from megarl.train.rollout.awaited import Awaited, Published
+from megarl.train.rollout.found import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from tests.trajectories import one_turn
 

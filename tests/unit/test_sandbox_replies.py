@@ -12,8 +12,8 @@ import pytest
 
 from megarl.config.rewards import CodeConfig
 from megarl.core.errors import SandboxError
-from megarl.rewards.code.verifier import make_scorer
-from megarl.sandbox import client, wire
+from megarl.rewards.code import make_scorer
+from megarl.sandbox import client
 from megarl.sandbox.client import RemoteSandbox
 from megarl.sandbox.interface import Checks, Limits, Test
 
@@ -34,7 +34,7 @@ class Service(http.server.ThreadingHTTPServer):
     """Gives ``reply``, signed unless ``signed`` says otherwise."""
 
     reply: Any = None
-    signed: Callable[[str, bytes], str] = staticmethod(lambda name, body: wire.signature(KEY, name, body))
+    signed: Callable[[str, bytes], str] = staticmethod(lambda name, body: client.signature(KEY, name, body))
     status = 200
     more: dict[str, str]
 
@@ -48,7 +48,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         reply = self.server.reply
         body = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
         self.send_response(self.server.status)
-        self.send_header(wire.SIGNATURE_HEADER, self.server.signed(self.headers[wire.REQUEST_HEADER] or "", body))
+        self.send_header(client.SIGNATURE_HEADER, self.server.signed(self.headers[client.REQUEST_HEADER] or "", body))
         for name, value in {"Content-Length": str(len(body)), **self.server.more}.items():
             self.send_header(name, value)
         self.end_headers()
@@ -150,9 +150,9 @@ def test_a_reply_to_another_request_or_changed_on_the_way_is_refused(service: Se
     service.reply = {"results": [RESULT, RESULT]}
     for signed in (
         lambda name, body: "",
-        lambda name, body: wire.signature(KEY, "another", body),
-        lambda name, body: wire.signature(KEY, name, body + b" "),
-        lambda name, body: wire.signature("another key", name, body),
+        lambda name, body: client.signature(KEY, "another", body),
+        lambda name, body: client.signature(KEY, name, body + b" "),
+        lambda name, body: client.signature("another key", name, body),
     ):
         service.signed = signed  # type: ignore[method-assign]
         with pytest.raises(SandboxError, match="changed on the way"):

@@ -11,9 +11,9 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from megarl.sandbox.client import to_json
 from megarl.sandbox.interface import Limits
 from megarl.sandbox.service import Service
-from megarl.sandbox.wire import to_json
 
 KEY = "sixteen letters.."
 NESTED = "[" * 5000 + "]" * 5000

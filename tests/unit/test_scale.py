@@ -28,7 +28,7 @@ from megarl.run.launch.scale import scale
 from megarl.run.nodes.plan import NodeInfo, plan_job, workers_of
 from megarl.run.process import ports
 from megarl.run.run_dir.owner import own_run_dir
-from megarl.run.supervise.more_engines import room_for_engines
+from megarl.run.supervise.engines import room_for_engines
 from megarl.train.sync.fleet import EngineFleet
 from megarl.train.sync.look import EngineLook
 from tests.engine_rows import having, serving_row

@@ -19,8 +19,7 @@ from megarl.core.errors import ArchitectureError, CheckpointError
 from megarl.core.schema import Reward, Trajectory
 from megarl.weights.architectures import ARCHITECTURES, architecture
 from megarl.weights.checkpoint.formats import hf
-from megarl.weights.checkpoint.formats.hf_source import open_hf, places_in_files
-from megarl.weights.checkpoint.formats.score_pad import score_pad
+from megarl.weights.checkpoint.formats.hf_source import open_hf, places_in_files, score_pad
 from megarl.weights.reshard.layouts import MegatronGrid, dist_layout, hf_layout, megatron_layout
 from megarl.weights.reshard.plan import build_plan
 from tests.parallel.families import FAMILIES, hf_model, score_class

@@ -21,9 +21,8 @@ from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of
 from megarl.engines.client.frames import Completion, VersionSpan
 from megarl.engines.client.gather import SampleRequest
 from megarl.explore.explorer.iterations import Budget, GroupPace, Iterations, tokens_by_iteration
-from megarl.explore.explorer.repetition import LONGEST_PERIOD, repeats_at_end
-from megarl.explore.explorer.segments import Record, SegmentSampler, SegmentSettings
-from megarl.explore.recording.limits import TokenLimits
+from megarl.explore.explorer.segments import LONGEST_PERIOD, Record, SegmentSampler, SegmentSettings, repeats_at_end
+from megarl.explore.recording.model import TokenLimits
 from tests.stores import VERSION, finish, make_segment, make_task, request
 
 LIMITS = TokenLimits(response=20, trajectory=30)

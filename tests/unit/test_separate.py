@@ -15,9 +15,9 @@ from megarl.config.lora import LoraConfig
 from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.engines.client.names import ADAPTERS, LORA_RANKS
-from megarl.run.checks.engines.options import check_engine_options
-from megarl.run.checks.models.adapters import check_separate
-from megarl.run.supervise.engine_process import engine_process
+from megarl.run.checks.engine_options import check_engine_options
+from megarl.run.checks.lora import check_separate
+from megarl.run.supervise.process_specs import engine_process
 from tests.parallel.families import FAMILIES
 
 ATTENTION = ["q_proj", "v_proj", "o_proj"]

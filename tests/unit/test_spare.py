@@ -20,8 +20,7 @@ from megarl.engines.client.frames import Completion, VersionSpan
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.segments import SegmentSettings
 from megarl.explore.explorer.trajectories import TrajectorySettings
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import RolloutModel
+from megarl.explore.recording.model import RolloutModel, TokenLimits
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer
 from tests.chat_battery import checkpoint

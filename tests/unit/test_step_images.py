@@ -17,7 +17,7 @@ from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batche
 from megarl.learn.batching.images import Image, Vision
 from megarl.learn.batching.packing import deal
 from megarl.tasks import ChatTokenizer, chat_messages
-from megarl.tasks.images.processor import Processor
+from megarl.tasks.image_processor import Processor
 from megarl.train.batch import images as step_images
 from megarl.train.batch.images import ImageInputs, StepImages, demonstrations_of
 from megarl.train.batch.samples import of_experts

@@ -37,8 +37,8 @@ from megarl.buffer.store import (
 )
 from megarl.buffer.store.codec import trajectory_from_row, trajectory_to_row
 from megarl.buffer.store.database import shown
+from megarl.buffer.store.engines import Silence
 from megarl.buffer.store.tables import TRAJECTORIES
-from megarl.buffer.store.workers import Silence
 from megarl.config import compose
 from megarl.core.errors import ConfigError, DataError, FencedError, JobError, StoreDamagedError
 from megarl.core.schema import GREEDY, GroupStats, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.buffer.store import Claim, EndedGroup, Store
 from megarl.core.errors import JobError
-from megarl.explore.explorer.store_queue import StoreQueue
+from megarl.explore.explorer.claimed import StoreQueue
 from tests.stores import make_task, make_trajectory, request
 
 

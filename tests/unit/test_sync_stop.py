@@ -9,8 +9,8 @@ import pytest
 
 from megarl.config.schema import Config, ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import EngineError, WeightSyncError
-from megarl.engines.client.addresses import JobAddresses
 from megarl.engines.client.control import EngineControl
+from megarl.engines.client.names import JobAddresses
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.run.process import ports
 from megarl.train.sync.connection import EngineConnection

@@ -10,8 +10,8 @@ from torch._C._distributed_c10d import HashStore
 
 from megarl.config.schema import Config
 from megarl.core.errors import ConfigError, WeightSyncError
-from megarl.engines.sync.bucket_memory import DeviceMemory, decoded, encoded
 from megarl.engines.sync.link import LinkAddress, join
+from megarl.engines.sync.shared import DeviceMemory, decoded, encoded
 from megarl.run.checks.settings import check_transport
 
 

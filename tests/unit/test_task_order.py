@@ -13,9 +13,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.buffer.order import draws as data
-from megarl.buffer.order.group_choice import TaskChoice
-from megarl.buffer.order.orders import Draw, curriculum, in_file_order, prioritized, shuffled
-from megarl.buffer.order.source_shares import Shares, whole_parts
+from megarl.buffer.order.group_choice import (
+    Draw,
+    Shares,
+    TaskChoice,
+    curriculum,
+    in_file_order,
+    prioritized,
+    shuffled,
+    whole_parts,
+)
 from megarl.buffer.store import Store, Used
 from megarl.config.schema import Config, TrainerConfig
 from megarl.config.taskset import SourceConfig, TasksetConfig

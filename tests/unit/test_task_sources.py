@@ -21,8 +21,8 @@ from megarl.config.rewards import JudgeConfig
 from megarl.config.taskset import SourceConfig, TasksetConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.run.checks import filters
 from megarl.run.checks import job as checks
+from megarl.run.checks import tasksets
 from megarl.run.launch.job import fill_store
 from megarl.tasks import difficulty_of, place_of_row, processed, read_rows, read_tasks, write_rows
 from tests.unit.small_job import config_of, refused
@@ -276,9 +276,9 @@ def test_the_difficulty_of_a_task() -> None:
 def test_duplicates_are_equal_up_to_spaces(tmp_path: Path) -> None:
     rows = [task("1 + 1 ="), task(" 1  + 1\n="), task("1 + 1 =", images=(b"x",)), task("1 + 1 = ?"), task("1 + 1 =")]
     config = Config(taskset=TasksetConfig(duplicates="drop"))
-    assert filters.without_duplicates(config, "train", rows) == [rows[0], rows[2], rows[3]]
-    assert filters.without_duplicates(config, "eval", rows) == rows
-    assert filters.without_duplicates(Config(), "train", rows) == rows
+    assert tasksets.without_duplicates(config, "train", rows) == [rows[0], rows[2], rows[3]]
+    assert tasksets.without_duplicates(config, "eval", rows) == rows
+    assert tasksets.without_duplicates(Config(), "train", rows) == rows
 
 
 def copied(prepared: Path, path: Path, *more: Task) -> str:

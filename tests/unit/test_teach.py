@@ -17,7 +17,7 @@ from megarl.run.checks import job as checks
 from megarl.run.data.command import run
 from megarl.run.data.teach import PART_ROWS
 from megarl.tasks import ChatTokenizer, encode_demonstrations, read_rows, tokenizer_digest
-from megarl.tasks.images.inline import data_uri
+from megarl.tasks.image_rows import data_uri
 from megarl.tasks.row_files import write_table
 from tests.loop.vision_models import picture
 from tests.unit.small_job import config_of, refused

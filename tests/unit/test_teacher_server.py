@@ -337,7 +337,7 @@ def test_settings_of_a_url(prepared: Path, tmp_path: Path) -> None:
 
 
 def test_images_are_not_sent(prepared: Path) -> None:
-    from megarl.run.checks.models.distillation import check_taught
+    from megarl.run.checks.distillation import check_taught
     from tests.stores import make_task
 
     config = config_of(prepared, "algorithm=distill", "teachers.large.url=http://127.0.0.1:9/v1")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from megarl.core.schema import Task
-from megarl.core.thoughts import as_written, opens_thinking, split_thought, without_thought
+from megarl.core.text import as_written, opens_thinking, split_thought, without_thought
 from megarl.explore.environments.guess import Guess
 from megarl.explore.environments.types import Observation
 from megarl.rewards.answer.grammar import after_thinking

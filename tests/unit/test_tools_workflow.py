@@ -21,8 +21,7 @@ from megarl.explore.recording.model import RolloutModel
 from megarl.explore.workflows.tools import knows_results
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.tools import FORMATS, python_session
-from megarl.tasks.tools.calculator import calculator
-from megarl.tasks.tools.functions import OWN, template_tools, tools_of
+from megarl.tasks.tools.functions import OWN, calculator, template_tools, tools_of
 from tests.chat_battery import TEMPLATES, checkpoint
 from tests.unit.agent_model import TASK, Model, recorder, run_workflow_of, trajectory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.core.truncation import MANY, METRIC, TruncationWarning, truncation
+from megarl.core.text import MANY, METRIC, TruncationWarning, truncation
 
 
 def test_it_names_the_setting() -> None:

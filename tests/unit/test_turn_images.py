@@ -20,16 +20,14 @@ from megarl.core.errors import JobError
 from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion, file_digest
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
-from megarl.explore.agents.server import AgentServer
-from megarl.explore.agents.session import Session
+from megarl.explore.agents.server import AgentServer, Session
 from megarl.explore.environments import EpisodeThreads, Observation
 from megarl.explore.recording.images import ImageRules
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import RenderedPrompt, RolloutModel
+from megarl.explore.recording.model import RenderedPrompt, RolloutModel, TokenLimits
 from megarl.explore.workflows.environment import environment
 from megarl.learn.models.from_scratch import VISION, create
 from megarl.tasks import ChatTokenizer, chat_messages
-from megarl.tasks.images.processor import Processor
+from megarl.tasks.image_processor import Processor
 from tests.loop.vision_models import picture
 from tests.unit.agent_model import judge
 
@@ -321,8 +319,8 @@ def serve(recorded: RolloutModel, tokenizer: ChatTokenizer, agent: Any) -> None:
 
 
 def test_an_agent_is_given_the_images_of_its_task(tokenizer: ChatTokenizer, processor: Processor) -> None:
-    from megarl.explore.agents.content import images_of, prompt_of
     from megarl.explore.agents.openai import message_of
+    from megarl.explore.agents.request import images_of, prompt_of
 
     task = replace(TEXT, images=(ONE, TWO), prompt=({"role": "user", "content": "<image>How<image>?"},))
     sent = prompt_of(task)

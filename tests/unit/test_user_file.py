@@ -13,7 +13,7 @@ import pytest
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import user as algorithms
 from megarl.rewards.pool.worker import load_function
-from megarl.tasks.generators import user as tasksets
+from megarl.tasks.generators import entries as tasksets
 
 LOADERS: dict[str, Callable[[str], Any]] = {
     "taskset.generate": tasksets.load,

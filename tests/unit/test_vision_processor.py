@@ -24,17 +24,21 @@ from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.config.taskset import TasksetConfig
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.run.checks import job
-from megarl.run.checks.filters import without_overlong
-from megarl.run.checks.inputs import check_lengths
-from megarl.run.checks.models import vision
-from megarl.run.checks.models.expert_rows import ExpertCheck
+from megarl.run.checks import job, vision
+from megarl.run.checks.inputs import ExpertCheck, check_lengths
+from megarl.run.checks.tasksets import without_overlong
 from megarl.run.run_dir.prepare import make
 from megarl.run.run_dir.rows import processor_of
 from megarl.tasks import ChatTokenizer, chat_messages, encode_rows, write_rows
-from megarl.tasks.images.inline import with_inline_images
-from megarl.tasks.images.pixels import DEFAULT, pixel_limits
-from megarl.tasks.images.processor import Processor, check_image_files, check_image_prompts, prompt_lengths
+from megarl.tasks.image_processor import (
+    DEFAULT,
+    Processor,
+    check_image_files,
+    check_image_prompts,
+    pixel_limits,
+    prompt_lengths,
+)
+from megarl.tasks.image_rows import with_inline_images
 from megarl.train.batch.images import ImageInputs, demonstrations_of
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
@@ -90,7 +94,7 @@ def config_of(path: Path, **changes: Any) -> Config:
 def test_a_processor_is_made_without_torchvision_and_twice_is_once(model: Path) -> None:
     """In a process of its own: others here may have made it work."""
     program = (
-        "from megarl.core.without_videos import do_without_videos\n"
+        "from megarl.core.imports import do_without_videos\n"
         "do_without_videos(); do_without_videos()\n"
         "from transformers import AutoProcessor\n"
         f"processor = AutoProcessor.from_pretrained({str(model)!r})\n"

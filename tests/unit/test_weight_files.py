@@ -30,8 +30,7 @@ from megarl.engines.fleet import BASE, EngineRow, Key
 from megarl.engines.sync.files import read_files
 from megarl.explore.explorer import explorer
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
-from megarl.explore.explorer.file_feeder import FileFeeder, NewestVersion
-from megarl.explore.explorer.weight_files import FileFedEngine, check_pieces
+from megarl.explore.explorer.weight_files import FileFedEngine, FileFeeder, NewestVersion, check_pieces
 from megarl.ops import slice_digest
 from megarl.tasks import ChatTokenizer
 from megarl.weights.reshard.execute import piece_digests

@@ -21,13 +21,12 @@ from megarl.core.errors import PromptRefused
 from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
-from megarl.explore.explorer import workflow_run
+from megarl.explore.explorer import trajectories
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.clocks import RolloutClock
 from megarl.explore.explorer.explorer import run_through
 from megarl.explore.explorer.trajectories import TrajectoryRunner, TrajectorySettings
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import RenderedPrompt, observed
+from megarl.explore.recording.model import RenderedPrompt, TokenLimits, observed
 from megarl.explore.workflows.single_turn import single_turn
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer
@@ -339,7 +338,7 @@ def test_the_seed_stays_when_a_trajectory_begins_again(tokenizer: ChatTokenizer)
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_a_workflow_without_an_end(tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch, stubborn: bool) -> None:
-    monkeypatch.setattr(workflow_run, "CANCEL_S", 0.1)
+    monkeypatch.setattr(trajectories, "CANCEL_S", 0.1)
     closed: list[int] = []
 
     async def workflow(task: Task, model: Any) -> None:

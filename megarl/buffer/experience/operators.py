@@ -1,4 +1,4 @@
-"""Operators on whole groups before training: each keeps, excludes or re-scores the group's members.
+"""Operators on whole groups before training, and the facts and checks that they read.
 
 ``buffer.operators`` names them in their order. An operator is ``operate(members, **settings)``, which returns for each
 member None (unchanged), a text (excluded for this reason), or a ``Reward`` (a replacement). It must be a pure function:
@@ -15,17 +15,111 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol, get_type_hints
 
-from megarl.buffer.experience.checks import LARGEST_SCORE
-from megarl.buffer.experience.groups import group_stats
 from megarl.config import Config
 from megarl.config.bounds import Coefficient, Count, NonNegative, Number, UnitInterval
-from megarl.config.load import from_dict
-from megarl.config.validate import numbers
+from megarl.config.load import from_dict, numbers
 from megarl.core.errors import ConfigError, DataError, describe
-from megarl.core.schema import Reward, Trajectory
-from megarl.core.user_file import import_file
-from megarl.rewards.shape import language_consistency, repetition_penalty
+from megarl.core.imports import import_file
+from megarl.core.schema import GroupStats, Reward, RewardStatus, Trajectory, Turn
+from megarl.rewards.verdict import language_consistency, repetition_penalty
 from megarl.tasks import ChatTokenizer
+
+
+def group_stats(rewards: Sequence[float]) -> GroupStats:
+    """Mean and unbiased standard deviation in float64, the same for every order of ``rewards``.
+
+    An all-equal group has std exactly 0 and its reward as mean: a rounding residue divided by std + 1e-6 would become a
+    signal. A group of one has std 0.
+
+    Raises:
+        ValueError: the group is empty, a reward is not finite, or the variance overflows.
+    """
+    values = [float(r) for r in rewards]
+    if not values:
+        raise ValueError("group_stats needs at least one reward, got none")
+    if not all(math.isfinite(v) for v in values):
+        raise ValueError(f"group_stats needs finite rewards, got {values}")
+    if len(set(values)) == 1:
+        return GroupStats(mean=values[0], std=0.0, size=len(values))
+    try:
+        mean = math.fsum(values) / len(values)
+        variance = math.fsum((v - mean) ** 2 for v in values) / (len(values) - 1)
+    except OverflowError as error:
+        raise ValueError(f"group_stats needs rewards whose variance is finite in float64, got {values}") from error
+    return GroupStats(mean=mean, std=math.sqrt(variance), size=len(values))
+
+
+def is_zero_variance(statuses: Sequence[RewardStatus]) -> bool:
+    """Return True if a group's accuracy is 0 or 1; dynamic sampling then replaces the group before training.
+
+    Scores are not compared, because length and format shaping vary them in all-right or all-wrong groups. Missing
+    verdicts (error, timeout) count as not right.
+    """
+    right = sum(status == "ok" for status in statuses)
+    return right in (0, len(statuses))
+
+
+LARGEST_LOGP = 1e-3
+"""Largest log-prob that counts as a rounding error above 0."""
+LARGEST_SCORE = 1e30
+"""Bound of a verdict's score: advantages are float32, at most 3.4e38."""
+
+
+def check_trajectory(trajectory: Trajectory, vocab_size: int) -> str | None:
+    """Return the reason why a trajectory cannot be trained on, or None. Every turn must be whole and follow an earlier
+    one; the model must have written at least one, but not the first."""
+    turns = trajectory.turns
+    if not any(turn.author == "model" for turn in turns):
+        return "no turn is the model's"
+    for i, turn in enumerate(turns):
+        reason = _order_fault(turn, i) or _token_fault(turn, vocab_size)
+        if turn.author == "model":
+            reason = reason or _logp_fault(turn) or _span_fault(turn)
+        elif turn.logp is not None or turn.spans:
+            reason = reason or "it has log-probs or versions, which are a model's"
+        if reason is not None:
+            return f"turn {i} ({turn.author}): {reason}"
+    return None
+
+
+def _order_fault(turn: Turn, i: int) -> str | None:
+    if not -1 <= turn.follows < i:
+        return f"it follows turn {turn.follows}, which is not an earlier one"
+    if turn.author == "model" and turn.follows < 0:
+        return "nothing comes before it that could predict its first token"
+    return None
+
+
+def _token_fault(turn: Turn, vocab_size: int) -> str | None:
+    if len(turn) == 0:
+        return "it has no tokens"
+    smallest, largest, *_ = turn.token_bounds
+    if smallest < 0 or largest >= vocab_size:
+        return f"it has ids {smallest}..{largest}, the vocabulary has {vocab_size}"
+    return None
+
+
+def _logp_fault(turn: Turn) -> str | None:
+    logp = turn.logp
+    if logp is None or len(logp) != len(turn):
+        return f"it has {0 if logp is None else len(logp)} log-probs for {len(turn)} tokens"
+    bounds = turn.token_bounds
+    if not float(bounds.logp) <= LARGEST_LOGP or math.isinf(float(bounds.logp)):
+        return f"{bounds.logp} at token {bounds.at} is not a log-probability"
+    return None if turn.finish_reason is not None else "it has no finish reason"
+
+
+def _span_fault(turn: Turn) -> str | None:
+    end, version = 0, None
+    for span in turn.spans:
+        where = f"span {span.start}..{span.end}"
+        if span.start != end or span.end <= span.start:
+            return f"{where} does not follow on token {end}"
+        if version is not None and span.version < version:
+            return f"{where} has weights {span.version}, older than {version} of the span before it"
+        end, version = span.end, span.version
+    return None if end == len(turn) else f"spans cover {end} of {len(turn)} tokens"
+
 
 Ruling = str | Reward | None
 EndName = Literal["finished", "truncated", "repetition"]

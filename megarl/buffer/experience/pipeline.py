@@ -1,4 +1,6 @@
-"""Rewards of a rollout, from verdicts of single answers to group statistics. Pure functions.
+"""Rewards of a rollout, from verdicts of single answers to group statistics; metrics of a step's rewards.
+
+Pure functions.
 
 Stages, in this order:
 
@@ -16,20 +18,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from megarl.buffer.experience.checks import LARGEST_SCORE, check_trajectory
-from megarl.buffer.experience.groups import group_stats, is_zero_variance
-from megarl.buffer.experience.operators import Operated
+from megarl.buffer.experience.operators import LARGEST_SCORE, Operated, check_trajectory, group_stats, is_zero_variance
 from megarl.config.rewards import LengthConfig, RewardConfig
 from megarl.core.errors import first_of
+from megarl.core.metrics import spread
 from megarl.core.schema import Outcome, Trajectory
-from megarl.rewards.shape import k15_length_rewards, overlong_penalty
-from megarl.rewards.verdict import NO_VERDICT, with_parts
+from megarl.rewards.verdict import FAILURES, NO_VERDICT, k15_length_rewards, overlong_penalty, with_parts
 
 T = TypeVar("T", Trajectory, Outcome)
 MESSAGES = 5
@@ -308,3 +308,34 @@ def _check_score(trajectory: Trajectory) -> str | None:
 
 def _why(metadata: dict[str, Any]) -> str:
     return str(metadata.get("reward_message", "no verdict"))
+
+
+def part_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return ``reward/parts/<part>``: the unweighted mean of each part over the answers with it."""
+    parts: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        for name, value in trajectory.reward.parts.items():
+            parts[name].append(value)
+    return {f"reward/parts/{name}": sum(values) / len(values) for name, values in sorted(parts.items())}
+
+
+def verifier_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return metrics of each verifier over all answers it judged, dropped ones included: ``reward/<verifier>/`` +
+    ``answers``, ``error``, ``timeout``, ``retries``, ``kills`` (numbers), ``seconds/…`` in the verifier and
+    ``waited_s/…`` for a free worker (mean, max, min)."""
+    metrics: dict[str, float] = {}
+    answers: dict[str, list[Trajectory]] = defaultdict(list)
+    for trajectory in trajectories:
+        for answer in (trajectory, trajectory.greedy):
+            if answer is not None and "reward" in answer.metadata:
+                answers[answer.metadata["reward"]["verifier"] or "none"].append(answer)
+    for verifier, found in sorted(answers.items()):
+        records, at = [answer.metadata["reward"] for answer in found], f"reward/{verifier}"
+        metrics[f"{at}/answers"] = float(len(found))
+        for status in FAILURES:
+            metrics[f"{at}/{status}"] = float(sum(answer.reward.status == status for answer in found))
+        metrics[f"{at}/retries"] = float(sum(max(0, record["tries"] - 1) for record in records))
+        metrics[f"{at}/kills"] = float(sum(record["kills"] for record in records))
+        for name in ("seconds", "waited_s"):
+            metrics |= spread(f"{at}/{name}", [record[name] for record in records])
+    return metrics

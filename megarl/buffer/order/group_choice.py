@@ -1,4 +1,4 @@
-"""Tasks of a step: sources by their weights, and tasks of each source in ``taskset.order``.
+"""Tasks of a step: sources by their weights, and tasks of each source in its order.
 
 The choice is a function of settings, step and seed. With ``prioritized`` it also depends on the groups that earlier
 steps used.
@@ -6,19 +6,145 @@ steps used.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
 from functools import cached_property
 
 import numpy as np
 
-from megarl.buffer.order.draws import SOURCE
-from megarl.buffer.order.orders import Draw, curriculum, in_file_order, prioritized, shuffled
-from megarl.buffer.order.source_shares import Shares
+from megarl.buffer.order.draws import CURRICULUM, PRIORITY, SOURCE, extra_numbers, numbers_from
 from megarl.buffer.store import Store
 from megarl.config import Config
-from megarl.core.errors import DataError
+from megarl.core.errors import ConfigError, DataError
 from megarl.tasks import difficulty_of, source_of, sources_of
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The tasks that a step takes from one source."""
+
+    step: int
+    """Steps done before this one."""
+    start: int
+    """Tasks taken from the source by earlier steps."""
+    count: int
+    extra: int
+    """0 for the step's first rollout; 1, 2, … for rollouts added by dynamic sampling."""
+    seed: int
+    stream: tuple[int, ...] = ()
+    """Random stream of the source."""
+
+
+def shuffled(size: int, draw: Draw) -> list[int]:
+    """Take tasks from a new permutation in every epoch."""
+    first = numbers_from(size, draw.start, draw.count, draw.seed, *draw.stream)
+    if not draw.extra:
+        return first
+    return extra_numbers(size, first, draw.step, draw.extra, draw.count, draw.seed, *draw.stream)
+
+
+def in_file_order(size: int, draw: Draw) -> list[int]:
+    """Take tasks in file order in every epoch."""
+    return [(draw.start + draw.extra * draw.count + i) % size for i in range(draw.count)]
+
+
+def curriculum(by_difficulty: Sequence[int], steps: int, draw: Draw) -> list[int]:
+    """Choose randomly from the easiest; as ``shuffled`` after ``steps`` steps.
+
+    Args:
+        by_difficulty: All numbers, the easiest first.
+        steps: Step s, counted from 1, chooses from the easiest s / ``steps``, and from at least as many as it takes.
+    """
+    size = len(by_difficulty)
+    if draw.step >= steps:
+        return shuffled(size, draw)
+    reached = max(draw.count, -(-size * (draw.step + 1) // steps))
+    random = np.random.default_rng([draw.seed, draw.step, CURRICULUM, *draw.stream])
+    return _ranked([*random.permutation(by_difficulty[:reached]).tolist(), *by_difficulty[reached:]], draw)
+
+
+def prioritized(weights: np.ndarray, draw: Draw) -> list[int]:
+    """Choose randomly in proportion to ``weights`` (float64 [size], above 0), without replacement."""
+    random = np.random.default_rng([draw.seed, draw.step, PRIORITY, *draw.stream])
+    arrivals = random.standard_exponential(len(weights)) / weights
+    return _ranked(np.argsort(arrivals, kind="stable").tolist(), draw)
+
+
+def _ranked(ranking: Sequence[int], draw: Draw) -> list[int]:
+    """Return the part of a step's ranking for a rollout; extra rollouts continue after the first."""
+    first = draw.extra * draw.count
+    return [ranking[i % len(ranking)] for i in range(first, first + draw.count)]
+
+
+MAX_PARTS = 100_000
+"""Largest sum of the sources' weights as whole numbers."""
+
+
+class Shares:
+    """Smooth weighted round robin over endless slots, one for each task of a run, in order.
+
+    Among any P slots in a row, P the sum of the weights as smallest whole numbers, a source of weight w has w. So a
+    step's number determines its sources and its position in each.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        parts = whole_parts(weights)
+        self._order = np.array(_round_robin(parts), dtype=np.int64)
+        taken = np.eye(len(parts), dtype=np.int64)[self._order].cumsum(axis=0)
+        self._before = np.concatenate([np.zeros((1, len(parts)), np.int64), taken])
+
+    def before(self, slot: int) -> list[int]:
+        """Return the tasks of each source in all slots before ``slot``."""
+        rounds, rest = divmod(slot, len(self._order))
+        found: list[int] = (rounds * self._before[-1] + self._before[rest]).tolist()
+        return found
+
+    def of(self, start: int, count: int) -> list[int]:
+        """Return the source number of each of ``count`` slots from ``start``."""
+        found: list[int] = self._order[np.arange(start, start + count) % len(self._order)].tolist()
+        return found
+
+    def most(self, count: int) -> list[int]:
+        """Return the most tasks of each source in any ``count`` consecutive slots."""
+        period = len(self._order)
+        rounds, rest = divmod(count, period)
+        twice = np.concatenate([self._before, self._before[1:] + self._before[-1]])
+        windows = twice[rest : rest + period] - twice[:period]
+        found: list[int] = (rounds * self._before[-1] + windows.max(axis=0)).tolist()
+        return found
+
+
+def whole_parts(weights: Sequence[float]) -> list[int]:
+    """Return the weights as smallest whole numbers, from their exact decimals: 0.5, 0.25 -> 2, 1.
+
+    Raises:
+        ConfigError: their sum exceeds ``MAX_PARTS``.
+    """
+    exact = [Fraction(str(weight)) for weight in weights]
+    common = math.lcm(*(weight.denominator for weight in exact))
+    parts = [int(weight * common) for weight in exact]
+    parts = [part // math.gcd(*parts) for part in parts]
+    if sum(parts) > MAX_PARTS:
+        raise ConfigError(
+            f"taskset.train: the weights {', '.join(f'{weight:g}' for weight in weights)} make {sum(parts)} parts, at "
+            f"most {MAX_PARTS} are counted; give rounder numbers"
+        )
+    return parts
+
+
+def _round_robin(parts: Sequence[int]) -> list[int]:
+    """Return the sources of one round: each slot goes to the source with the largest deficit, the first on a tie."""
+    lack, total = [0] * len(parts), sum(parts)
+    order = []
+    for _ in range(total):
+        lack = [a + part for a, part in zip(lack, parts, strict=True)]
+        chosen = max(range(len(parts)), key=lambda source: lack[source])
+        lack[chosen] -= total
+        order.append(chosen)
+    return order
 
 
 def tasks_per_step(config: Config) -> int:

@@ -15,7 +15,7 @@ import numpy as np
 from megarl.buffer.order.draws import REPLAY
 from megarl.buffer.store import Store, UsedGroup
 from megarl.config import Config
-from megarl.config.buffer import ReplayConfig
+from megarl.config.job import ReplayConfig
 
 
 class Replayed(NamedTuple):

@@ -12,20 +12,17 @@ last ``sync``, which precedes every checkpoint's manifest. WAL needs a local fil
 
 from __future__ import annotations
 
-from megarl.buffer.store.engines import EngineTable
-from megarl.buffer.store.evaluations import EvaluationTable
+from megarl.buffer.store.engines import EngineTable, WorkerTable
 from megarl.buffer.store.experts import ExpertTable
 from megarl.buffer.store.groups import GroupTable
 from megarl.buffer.store.journal import Journal
 from megarl.buffer.store.late import LateRewards
-from megarl.buffer.store.pacing import PacingTable
-from megarl.buffer.store.replays import ReplayTable
-from megarl.buffer.store.rollouts import RolloutTable
+from megarl.buffer.store.pacing import PacingTable, ReplayTable
+from megarl.buffer.store.rollouts import EvaluationTable, RolloutTable
 from megarl.buffer.store.segments import SegmentTable
 from megarl.buffer.store.selection import SelectionTable
 from megarl.buffer.store.tasks import TaskTable
 from megarl.buffer.store.transactions import Transactions
-from megarl.buffer.store.workers import WorkerTable
 from megarl.core.jobs import TRAIN
 
 

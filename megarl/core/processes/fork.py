@@ -30,8 +30,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from megarl.core.processes.parent import die_with
-from megarl.core.processes.proc_title import show_as
-from megarl.core.processes.secrets import hide_secrets
+from megarl.core.processes.secrets import hide_secrets, show_as
 
 log = logging.getLogger(__name__)
 

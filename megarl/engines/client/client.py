@@ -16,9 +16,9 @@ import numpy as np
 
 from megarl.core.errors import EngineClosed, EngineError, PromptRefused, RequestRefused, WeightsPassed
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client.auth import bearer
 from megarl.engines.client.engine_choice import EngineChoice, WantedWeights
 from megarl.engines.client.frames import Completion, Decoder, Failure, FrameError, StreamHeartbeat, pack_ids
+from megarl.engines.client.names import bearer
 from megarl.engines.fleet import EngineRow
 
 HEARTBEAT_S = 5.0

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megarl.core.errors import EngineError
-from megarl.engines.client.auth import bearer
-from megarl.engines.client.names import PROVING, last_lines
+from megarl.engines.client.names import PROVING, bearer, last_lines
 from megarl.engines.client.probe import Probed, Scores
 
 _POLL_S = 0.1

@@ -1,14 +1,24 @@
-"""Names shared by engines and their clients, and the end of an engine's log."""
+"""Names, keys and addresses that engines and their clients share.
+
+vLLM's ``--api-key`` guards only some prefixes, and its development routes (``/collective_rpc`` above all) run any code
+that the caller names. This middleware guards all paths. Standard library only: vLLM imports it by name
+(``--middleware megarl.engines.client.names.RequireKey``).
+"""
 
 from __future__ import annotations
 
+import hmac
 import os
 import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
+from megarl.core.errors import ConfigError
 from megarl.core.metrics import TIMELINE, Timeline
 
 PLUGIN = "megarl"
@@ -75,3 +85,71 @@ EIGHT_BIT_BLOCK = 128
 """Rows and columns of experts in 8 bits that share a scale (vLLM's)."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks supported by vLLM's LoRA layers."""
+
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+KEY_VARIABLE = "MEGARL_JOB_KEY"
+
+
+def bearer(key: str) -> dict[str, str]:
+    """Return the header that ``RequireKey`` requires."""
+    return {"Authorization": f"Bearer {key}"}
+
+
+class RequireKey:
+    """ASGI middleware: 401 for every request whose ``Authorization`` header is not ``Bearer $MEGARL_JOB_KEY``."""
+
+    def __init__(self, app: App) -> None:
+        key = os.environ.get(KEY_VARIABLE, "")
+        if not key:
+            raise ValueError(f"{KEY_VARIABLE} is empty: an engine server needs the job's key in its environment")
+        self._app = app
+        self._expected = f"Bearer {key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._has_key(scope):
+            await self._app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1008, "reason": "the job's key is missing or wrong"})
+        else:
+            await _unauthorized(send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(given[0], self._expected)
+
+
+async def _unauthorized(send: Send) -> None:
+    body = b'{"error": "the job\'s key is missing or wrong: send Authorization: Bearer <key>"}'
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (b"www-authenticate", b"Bearer"),
+    ]
+    await send({"type": "http.response.start", "status": 401, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+@dataclass(frozen=True)
+class JobAddresses:
+    link_host: str
+    link_port: int
+    """TCP store of the weight link; trainer rank 0 listens there."""
+    key: str
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> JobAddresses:
+        """Read MEGARL_LINK (host:port) and MEGARL_JOB_KEY.
+
+        Raises:
+            ConfigError: one of them is missing.
+        """
+        missing = [name for name in ("MEGARL_LINK", KEY_VARIABLE) if not environment.get(name)]
+        if missing:
+            raise ConfigError(f"{', '.join(missing)} not in the environment: this process is started by `megarl train`")
+        host, _, port = environment["MEGARL_LINK"].rpartition(":")
+        return cls(host, int(port), environment[KEY_VARIABLE])

@@ -60,5 +60,5 @@ def install() -> None:
     from vllm.v1.worker import cpu_worker
 
     cpu_worker.CPUModelRunner = RoutingRunner
-    # Refuses all runners but the second, and cases that ``run/checks/models/grids.py`` refuses.
+    # Refuses all runners but the second, and cases that ``run/checks/grids.py`` refuses.
     VllmConfig._verify_aux_output_compatibility = lambda self: None

@@ -36,7 +36,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from megarl.core.pictures import decode
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client.auth import App, Receive, Scope, Send
 from megarl.engines.client.control import failures
 from megarl.engines.client.frames import (
     CONTENT_TYPE,
@@ -47,7 +46,7 @@ from megarl.engines.client.frames import (
     encode,
     unpack_ids,
 )
-from megarl.engines.client.names import PROVING, START, UNTIL_PUBLISHED, record_phase
+from megarl.engines.client.names import PROVING, START, UNTIL_PUBLISHED, App, Receive, Scope, Send, record_phase
 from megarl.engines.fleet import WeightsAsked, refusal
 from megarl.engines.server.routing import ExpertLayers
 

@@ -11,7 +11,7 @@ import signal
 from argparse import Namespace
 from types import FrameType
 
-from megarl.core.processes.collector import uncollected
+from megarl.core.processes.machine import uncollected
 from megarl.engines.client.names import record_phase
 from megarl.engines.server.arguments import server_arguments
 

@@ -11,7 +11,7 @@ import torch
 
 from megarl.core.errors import WeightsDiffer, first_of
 from megarl.weights.checkpoint.formats.hf_source import open_hf
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.buckets import wire_dtype
 from megarl.weights.reshard.layout import Layout
 

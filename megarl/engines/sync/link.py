@@ -26,9 +26,9 @@ from torch import distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore, Work
 
 from megarl.core.errors import WeightSyncError
+from megarl.weights.reshard.copy import Received
 from megarl.weights.reshard.execute import Arrival, Transport
 from megarl.weights.reshard.execute import Work as WorkOfSend
-from megarl.weights.reshard.transport import Received
 
 Backend = Literal["gloo", "nccl"]
 TAKE_S = 2.0

@@ -18,17 +18,15 @@ from megarl.config.lora import LoraConfig
 from megarl.core.errors import WeightSyncError
 from megarl.core.processes.machine import trim_memory
 from megarl.engines.client.control import FAILURE
-from megarl.engines.sync.bucket_memory import DeviceMemory, HostMemory
 from megarl.engines.sync.eight_bits import EightBits
 from megarl.engines.sync.files import compare_with_files, read_files
 from megarl.engines.sync.link import Backend, Link, LinkAddress, join_groups, open_store
 from megarl.engines.sync.lora import AdaptedWriter, AdapterWriter, Part
-from megarl.engines.sync.shared import Places, SharedMemoryReceiver, machine
-from megarl.engines.sync.sleep import WHAT, Sleeper, What, sleeper_of
-from megarl.engines.sync.tensor_addresses import Address, addresses_of, check_addresses
+from megarl.engines.sync.shared import DeviceMemory, HostMemory, Places, SharedMemoryReceiver, machine
+from megarl.engines.sync.sleep import WHAT, Address, Sleeper, What, addresses_of, check_addresses, sleeper_of
 from megarl.engines.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.adapters import AdapterDelivery, is_adapter
 from megarl.weights.reshard.buckets import wire_dtype
 from megarl.weights.reshard.execute import digests_of, fold, merge, piece_digests, receive, zero_padded

@@ -8,13 +8,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.core.schema import Message
-from megarl.explore.agents.content import content_of, joined
 from megarl.explore.agents.request import (
     Asked,
     BadRequest,
     Repeated,
     Reply,
+    content_of,
     count_field,
+    joined,
     messages_field,
     object_field,
     objects_field,

@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from megarl.core.schema import Message
-from megarl.explore.agents.content import content_of
 from megarl.explore.agents.request import (
     MAX_N,
     Asked,
     BadRequest,
     Repeated,
     Reply,
+    content_of,
     count_field,
     messages_field,
     object_field,

@@ -16,12 +16,10 @@ from typing import Any
 
 from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, describe
+from megarl.core.imports import import_file
 from megarl.core.schema import Task
-from megarl.core.user_file import import_file
-from megarl.explore.agents.content import prompt_of
-from megarl.explore.agents.loopback import with_loopback
-from megarl.explore.agents.program import command_environment, run_command
-from megarl.explore.agents.sandbox import CommandSandbox
+from megarl.explore.agents.program import CommandSandbox, command_environment, run_command, with_loopback
+from megarl.explore.agents.request import prompt_of
 
 log = logging.getLogger(__name__)
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megarl.core.schema import Task
-from megarl.core.thoughts import without_thought
-from megarl.explore.environments.numbers import last_number
-from megarl.explore.environments.types import Observation
+from megarl.core.text import without_thought
+from megarl.explore.environments.types import Observation, last_number
 
 
 class Guess:

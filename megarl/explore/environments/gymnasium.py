@@ -13,11 +13,9 @@ from typing import Any
 
 from megarl.core.errors import ConfigError, describe
 from megarl.core.schema import Task
-from megarl.core.thoughts import without_thought
-from megarl.explore.environments.numbers import last_number
-from megarl.explore.environments.options import checked, refuse
-from megarl.explore.environments.types import Observation
-from megarl.tasks.images.rows import png_of
+from megarl.core.text import without_thought
+from megarl.explore.environments.types import Observation, checked, last_number, refuse
+from megarl.tasks.image_rows import png_of
 
 OPTIONS = {"id": str, "kwargs": dict, "actions": dict}
 """``id``: as ``gymnasium.make`` takes it, also ``module:Name-v0``; ``kwargs``: of the environment; ``actions``: word,

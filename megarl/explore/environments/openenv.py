@@ -17,9 +17,8 @@ import aiohttp
 
 from megarl.core.errors import describe
 from megarl.core.schema import Task
-from megarl.core.thoughts import without_thought
-from megarl.explore.environments.options import checked, refuse
-from megarl.explore.environments.types import Observation
+from megarl.core.text import without_thought
+from megarl.explore.environments.types import Observation, checked, refuse
 
 T = TypeVar("T")
 OPTIONS = {"url": str, "action": str, "observation": str}

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megarl.core.schema import Task
-from megarl.explore.environments.options import checked, refuse
-from megarl.explore.environments.types import Observation
+from megarl.explore.environments.types import Observation, checked, refuse
 
 OPTIONS = {"tries": int, "feedback": str}
 FAMILY = "reasoning_gym/"

@@ -1,13 +1,53 @@
-"""Interface of environments."""
+"""Interface of environments; checks of their ``rollout.options`` and numbers in responses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsFloat
+from typing import Any, NoReturn, Protocol, SupportsFloat
 
+from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Task
+
+NUMBER = re.compile(r"-?\d+")
+LONGEST = 18
+"""Most characters of a number, so that it fits int64; Python refuses to parse thousands of digits."""
+
+
+def last_number(response: str) -> int | None:
+    """Return the last whole number of a response; None without one or if it is too long."""
+    found = NUMBER.findall(response)
+    return int(found[-1]) if found and len(found[-1]) <= LONGEST else None
+
+
+def refuse(name: str, value: Any, rule: str) -> NoReturn:
+    """Raise ConfigError for an option."""
+    raise ConfigError(f"rollout.options.{name}={value!r} {rule}")
+
+
+def checked(
+    environment: str, options: Mapping[str, Any], known: Mapping[str, Any], needed: Mapping[str, Any] | None = None
+) -> None:
+    """Raise ConfigError for an unknown option, a wrong type, or a missing required option.
+
+    Args:
+        known: Name -> its type, or a union of types.
+        needed: Name of each required option -> an example.
+    """
+    for name, value in options.items():
+        if name not in known:
+            refuse(name, value, f"is no option of rollout.environment={environment}, which has {', '.join(known)}")
+        if not isinstance(value, known[name]) or (isinstance(value, bool) and known[name] is not bool):
+            kind = getattr(known[name], "__name__", str(known[name]))
+            refuse(name, value, f"must be a {kind} for rollout.environment={environment}")
+    for name, example in (needed or {}).items():
+        if not options.get(name):
+            raise ConfigError(
+                f"rollout.options.{name} is not set, which rollout.environment={environment} needs; set it to such as "
+                f"{example}"
+            )
 
 
 @dataclass(frozen=True)

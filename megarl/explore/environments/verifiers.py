@@ -18,8 +18,7 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.processes.machine import kill_group, start_ticks
 from megarl.core.schema import Task
 from megarl.explore.agents.program import passed_variables
-from megarl.explore.environments.options import checked, refuse
-from megarl.explore.environments.types import Observation
+from megarl.explore.environments.types import Observation, checked, refuse
 
 OPTIONS = {"python": str, "env": dict, "path": str, "variables": list}
 """``python``: interpreter of verifiers' virtual environment; ``env``: verifiers' ``[env]`` block; ``path``: folder of a

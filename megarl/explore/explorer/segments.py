@@ -1,4 +1,8 @@
-"""Responses of a trajectory in segments: each is stored before the next one is requested.
+"""Responses of a trajectory in segments: each is stored before the next begins; repetition at the end ends a response.
+
+Such a response is ended before its limit.
+
+Source: Kimi k1.5 (arXiv:2501.12599, section 2.6.2), which ends repeated sequences early.
 
 After a death the next claim of the group resumes there: the workflow runs again and gets recorded segments immediately.
 A resampled segment has the same tokens, because its start determines its seed.
@@ -20,9 +24,30 @@ from megarl.core.schema import Segment, WeightsSpan, WeightsVersion, digest_of, 
 from megarl.engines.client.frames import Completion, VersionSpan
 from megarl.engines.client.gather import SampleRequest
 from megarl.explore.explorer.iterations import Budget, GroupPace
-from megarl.explore.explorer.repetition import repeats_at_end
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.model import Sampler
+from megarl.explore.recording.model import Sampler, TokenLimits
+
+LONGEST_PERIOD = 256
+"""Longest repeated sequence that is detected, in tokens."""
+
+
+def repeats_at_end(token_ids: np.ndarray, times: int) -> bool:
+    """Return True if the last tokens are one sequence ``times`` times in a row.
+
+    Args:
+        token_ids: int [T].
+        times: 2 or more.
+    """
+    longest = min(len(token_ids) // times, LONGEST_PERIOD)
+    if not longest:
+        return False
+    # A period is a distance to an earlier occurrence of the last token.
+    candidates = np.flatnonzero(token_ids[-1 - longest : -1][::-1] == token_ids[-1]) + 1
+    return any(_has_period(token_ids[-period * times :], period) for period in candidates.tolist())
+
+
+def _has_period(token_ids: np.ndarray, period: int) -> bool:
+    return np.array_equal(token_ids[period:], token_ids[:-period])
+
 
 Record = Callable[[tuple[Claim, Segment]], Awaitable[bool]]
 """``Store.segments.append`` of one segment, in a separate thread."""

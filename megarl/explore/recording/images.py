@@ -12,7 +12,7 @@ import numpy as np
 
 from megarl.config import Config
 from megarl.core.schema import Turn, file_digest
-from megarl.tasks.images.rows import MAX_ROW_BYTES
+from megarl.tasks.image_rows import MAX_ROW_BYTES
 from megarl.tasks.templates.tokenizer import PROCESSOR
 
 OF_TEXT = ("single_turn", "reflect", "best_of_n", "tools")
@@ -49,7 +49,7 @@ class ImageRules:
         model, writes = config.model, config.rollout.workflow not in OF_TEXT
         if not writes or not any((Path(model.path) / name).is_file() for name in PROCESSOR):
             return None
-        from megarl.tasks.images.processor import Processor
+        from megarl.tasks.image_processor import Processor
 
         processor = Processor.open(model.path, model.min_image_pixels, model.max_image_pixels)
         patches = config.trainer.max_patches_per_micro_batch or math.inf

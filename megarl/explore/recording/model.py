@@ -1,10 +1,10 @@
-"""The rollout model of one trajectory, for workflows."""
+"""The rollout model of one trajectory, for workflows: length limits, tool calls, samples."""
 
 from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -13,23 +13,59 @@ from typing import Any, Protocol
 import numpy as np
 
 from megarl.buffer.store import Claim
-from megarl.core.errors import PromptRefused
+from megarl.config.derived import context_tokens, prompt_tokens
+from megarl.config.schema import RolloutConfig
+from megarl.core.errors import DataError, PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
-from megarl.core.text import without_surrogates
-from megarl.core.thoughts import as_written, opens_thinking
+from megarl.core.text import OPEN, as_written, opens_thinking, without_surrogates
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
-from megarl.explore.recording.end import RecordedEnd
 from megarl.explore.recording.images import ImageRules
-from megarl.explore.recording.limits import TokenLimits
-from megarl.explore.recording.recorded_calls import calls_of
-from megarl.explore.recording.recorded_values import recorded_limit
-from megarl.explore.recording.turns import RecordedTurns
+from megarl.explore.recording.turns import RecordedEnd, RecordedTurns, recorded_limit
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer, chat_messages
-from megarl.tasks.images.rows import PLACEHOLDER, placed, with_parts
+from megarl.tasks.image_rows import PLACEHOLDER, placed, with_parts
 from megarl.tasks.templates.turns import exceeds, messages_of, render_turns, turn_ids
-from megarl.tasks.tools import ToolCall
+from megarl.tasks.tools import FORMATS, ToolCall, written_by
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """Token limits; ``sys.maxsize`` for no limit."""
+
+    prompt: int = sys.maxsize
+    """Tokens of a prompt (``rollout.max_prompt_tokens``)."""
+    response: int = sys.maxsize
+    """Tokens of a response (``rollout.max_response_tokens``)."""
+    trajectory: int = sys.maxsize
+    """Tokens of a line of turns, the prompt included (``rollout.max_trajectory_tokens``)."""
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> TokenLimits:
+        """Return the limits of the settings."""
+        return cls(prompt_tokens(rollout), rollout.max_response_tokens, context_tokens(rollout))
+
+
+def calls_of(
+    tokenizer: ChatTokenizer, turn: Turn, in_thinking: bool, form: str | None, tools: Iterable[Mapping[str, Any]]
+) -> tuple[str, list[ToolCall]]:
+    """Return a turn's text around its tool calls, including the thought, and the calls. A call inside the thought is
+    text.
+
+    Args:
+        in_thinking: The turn begins inside a thought.
+        form: One of ``FORMATS``; None for the chat template's.
+        tools: JSON schemas of the tools, which give arguments their types.
+
+    Raises DataError if the chat template's format of calls is unknown.
+    """
+    found = written_by(tokenizer.template) if form is None else FORMATS[form]
+    if found is None:
+        raise DataError("the model's chat template writes no tool calls that megarl can read")
+    written = turn.token_ids[:-1] if turn.finish_reason == "stop" else turn.token_ids
+    content, calls = found.parse(as_written(tokenizer.with_calls(written), in_thinking), tools)
+    return content.removeprefix(OPEN) if in_thinking else content, calls
+
 
 ROLES: dict[Author, str] = {"environment": "user"}
 """Author -> role of its messages in chat templates, if different."""

@@ -1,20 +1,213 @@
-"""Recorded turns of a trajectory."""
+"""Recorded turns of a trajectory: their log, checks of recorded values, and the end."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from numbers import Real
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral, Real
+from typing import Any, get_args
 
 import numpy as np
 
 from megarl.core.errors import JobError
-from megarl.core.schema import Author, Turn
-from megarl.explore.recording.end import RecordedEnd
+from megarl.core.schema import Author, End, Reward, Turn, line_of_turns, plain
+from megarl.core.text import without_surrogates
 from megarl.explore.recording.images import ImageRules, RecordedImages
-from megarl.explore.recording.recorded_values import check_request, recorded_ids
-from megarl.explore.recording.turn_log import TurnLog
+from megarl.rewards import Verdict
+from megarl.rewards.verdict import MAX_NAME, MAX_PARTS, MAX_REASON, NO_VERDICT
+
+
+class TurnLog:
+    """Turns by a fixed index, in the order in which they ended.
+
+    ``ordered`` returns them in the order in which they began, which does not depend on time.
+    """
+
+    def __init__(self) -> None:
+        self.turns: list[Turn] = []
+        self._begun = 0
+        self._numbers: list[int] = []
+        """Number of each turn in the order of begins."""
+        self._dropped: set[int] = set()
+        """Indices of turns left out of the result."""
+        self._lengths: list[int] = []
+        """Tokens of the line of turns up to each turn, its own included."""
+        self._context: tuple[int, np.ndarray] = -1, np.empty(0, np.int32)
+        """Last argument and result of ``tokens``."""
+
+    def begin(self) -> int:
+        """Return the number of a turn that begins now."""
+        self._begun += 1
+        return self._begun - 1
+
+    def add(self, turn: Turn, follows: int, number: int | None = None) -> Turn:
+        """Add a turn. ``number``: result of ``begin``; None for a turn that begins and ends now."""
+        turn = replace(turn, follows=follows)
+        self._numbers.append(self.begin() if number is None else number)
+        self._lengths.append(len(turn) + (self._lengths[follows] if follows >= 0 else 0))
+        self.turns.append(turn)
+        return turn
+
+    def ordered(self, rewards: Mapping[int, float]) -> tuple[Turn, ...]:
+        """Return the turns in the order in which they began: of requests and their choices, independent of their ends.
+
+        ``rewards``: index of a turn -> its own reward.
+        """
+        there = [i for i in range(len(self.turns)) if i not in self._dropped]
+        order = sorted(there, key=self._numbers.__getitem__)
+        place = {turn: i for i, turn in enumerate(order)} | {-1: -1}
+        return tuple(replace(self.turns[i], follows=place[self.turns[i].follows], reward=rewards.get(i)) for i in order)
+
+    def last_of_model(self) -> Turn:
+        """Return the model's turn that began last."""
+        found = ((n, i) for i, n in enumerate(self._numbers) if i not in self._dropped)
+        return self.turns[max((n, i) for n, i in found if self.turns[i].author == "model")[1]]
+
+    def keep_line(self, last: int) -> None:
+        """Drop all turns so far except the line up to ``last``."""
+        self._dropped |= set(range(len(self.turns))) - set(self.line(last))
+
+    def line(self, last: int) -> list[int]:
+        """Return the indices of the turns up to a turn, from the first."""
+        return line_of_turns(self.turns, last)
+
+    def routed(self, line: Sequence[int]) -> int:
+        """Return the number of a line's tokens with expert ids."""
+        found = (self.turns[i].routing for i in line)
+        return sum(len(routing) for routing in found if routing is not None)
+
+    def length(self, last: int) -> int:
+        """Return the number of tokens up to a turn."""
+        return self._lengths[last]
+
+    def tokens(self, last: int) -> np.ndarray:
+        """Return int32 [T]: the tokens up to a turn. Reuses the last result."""
+        turn, parts = last, list[np.ndarray]()
+        while turn >= 0 and turn != self._context[0]:
+            parts.append(self.turns[turn].token_ids)
+            turn = self.turns[turn].follows
+        if turn >= 0:
+            parts.append(self._context[1])
+        self._context = last, np.concatenate(parts[::-1])
+        return self._context[1]
+
+    def replace_tokens(self, turn: int, token_ids: np.ndarray) -> None:
+        """Give a turn other tokens."""
+        self.turns[turn] = replace(self.turns[turn], token_ids=token_ids)
+        self._context = -1, np.empty(0, np.int32)
+        for i, one in enumerate(self.turns):
+            self._lengths[i] = len(one) + (self._lengths[one.follows] if one.follows >= 0 else 0)
+
+
+LARGEST_LIMIT = 2**31 - 1
+
+
+def recorded_ids(author: Author, token_ids: Sequence[int] | np.ndarray, largest: int) -> np.ndarray:
+    """Return a copy of a turn's token ids, int32 [T]. Raises TypeError or ValueError for invalid ids."""
+    if author == "model" or author not in get_args(Author):
+        others = ", ".join(name for name in get_args(Author) if name != "model")
+        raise ValueError(f"a turn that a workflow writes has one of the authors {others}, got {author!r:.60}")
+    ids = np.asarray(token_ids)
+    if ids.ndim != 1 or (ids.dtype.kind not in "iu" and ids.size):
+        raise TypeError(f"token ids must be a row of integers, got {ids.dtype} {ids.shape}")
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) <= largest:
+        raise ValueError(f"token ids must lie between 0 and {largest}, got {ids.min()} to {ids.max()}")
+    return ids.astype(np.int32)
+
+
+def recorded_reward(reward: Reward) -> Reward:
+    """Return a workflow's reward with plain floats. Raises TypeError or ValueError for values that the store cannot
+    keep."""
+    if not isinstance(reward, Reward):
+        raise TypeError(f"finish takes a Reward(score, status, parts), got {reward!r:.60}")
+    if reward.status not in NO_VERDICT and not math.isfinite(reward.score):
+        raise ValueError(f"the reward {reward.score} with the status {reward.status} must be finite")
+    if len(reward.parts) > MAX_PARTS:
+        raise ValueError(f"a reward has {len(reward.parts)} parts; at most {MAX_PARTS} are kept")
+    for name, value in reward.parts.items():
+        if not isinstance(name, str) or len(name) > MAX_NAME or name != without_surrogates(name):
+            raise ValueError(f"the reward part {name!r:.60} needs a name of up to {MAX_NAME} characters of valid text")
+        if not isinstance(plain(value), Real) or not math.isfinite(value):
+            raise ValueError(f"the reward part {name!r:.60} must be a finite number, got {value!r:.60}")
+    parts = {name: float(value) for name, value in reward.parts.items()}
+    return Reward(float(reward.score), reward.status, parts)
+
+
+class NoRoom(Exception):
+    """A response was requested when the model's turns had used up the trajectory's room."""
+
+
+def recorded_limit(max_tokens: Any) -> int | None:
+    """Return the most tokens of a response as an int. Raises ValueError for values that an engine would refuse."""
+    if max_tokens is None:
+        return None
+    if not isinstance(max_tokens, Integral) or max_tokens < 1:
+        raise ValueError(f"generate takes max_tokens of 1 or more, a whole number, got {max_tokens!r:.40}")
+    return min(int(max_tokens), LARGEST_LIMIT)
+
+
+def check_request(log: TurnLog, after: int, limit: int) -> None:
+    """Raise NoRoom or ValueError for a response that cannot follow a turn, or that an engine would refuse."""
+    if log.turns[after].author == "model":
+        raise ValueError("a response follows a response; add a message between them")
+    tokens = log.length(after)
+    if not tokens:
+        raise ValueError("a response follows a prompt of one token or more")
+    if tokens >= limit and any(log.turns[i].author == "model" for i in log.line(after)):
+        raise NoRoom(f"no room for a response (rollout.max_trajectory_tokens={limit})")
+    if tokens >= limit:
+        raise ValueError(
+            f"a prompt of {tokens} tokens leaves no room for a response; shorten it, or set "
+            f"rollout.max_trajectory_tokens above its {limit}"
+        )
+
+
+class RecordedEnd:
+    """End of one trajectory, and its verdict if the workflow gives one."""
+
+    def __init__(self) -> None:
+        self.cause: End | None = None
+        """End named by the workflow or caused by a limit."""
+        self.given: Verdict | None = None
+        """Verdict given by the workflow."""
+        self._closed = False
+
+    def close(self) -> None:
+        """Refuse further turns, from tasks that a workflow left running: the verdict would not include them."""
+        self._closed = True
+
+    def check_open(self) -> None:
+        """Raise RuntimeError once the trajectory is closed."""
+        if self._closed:
+            raise RuntimeError("the trajectory has ended")
+
+    def finish(self, reward: Reward) -> None:
+        """Record the workflow's reward. Raises ValueError after ``fail``."""
+        self.check_open()
+        if self.cause is not None and not self.cause.by_policy:
+            raise ValueError(f"finish after fail: the trajectory has ended as {self.cause}, which has no reward")
+        self.given = Verdict(recorded_reward(reward), verifier="workflow")
+
+    def truncate(self) -> None:
+        """Name the end ``truncated``. A failed trajectory stays failed: truncation would prevent its retry and allow
+        training on it."""
+        self.check_open()
+        if self.cause is None or self.cause.by_policy:
+            self.cause = End.TRUNCATED
+
+    def go_on(self) -> None:
+        """Clear the end ``truncated``: the workflow has continued from another context."""
+        if self.cause is End.TRUNCATED:
+            self.cause = None
+
+    def fail(self, reason: str, cause: End) -> None:
+        """Record that there is no verdict: the status is ``error``."""
+        self.check_open()
+        assert not cause.by_policy, "a trajectory that the policy ended has a reward"
+        self.cause = cause
+        reason = without_surrogates(reason[:MAX_REASON])
+        self.given = Verdict(Reward(math.nan, "error"), reason, verifier="workflow")
 
 
 @dataclass(frozen=True, eq=False)

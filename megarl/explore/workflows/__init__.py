@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
-from megarl.core.user_file import import_file
+from megarl.core.imports import import_file
 from megarl.explore import environments
 from megarl.tasks import ChatTokenizer
 
@@ -72,7 +72,7 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
     if rollout.workflow == "environment":
         environments.check(rollout, run_dir)
     elif rollout.workflow == "best_of_n":
-        from megarl.explore.workflows.best_of_n import check_options
+        from megarl.explore.workflows.single_turn import check_options
 
         check_options(rollout.options)
     elif rollout.workflow not in WORKFLOWS:

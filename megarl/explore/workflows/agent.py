@@ -13,8 +13,7 @@ from megarl.config.schema import RolloutConfig
 from megarl.core.errors import describe
 from megarl.core.schema import End, Reward, Task
 from megarl.explore.agents.runner import load
-from megarl.explore.agents.server import MODEL, AgentServer
-from megarl.explore.agents.session import ROOM, Session
+from megarl.explore.agents.server import MODEL, ROOM, AgentServer, Session
 from megarl.explore.recording.model import RolloutModel
 from megarl.explore.workflows.types import Workflow
 from megarl.rewards.verdict import NO_VERDICT, to_verdict

@@ -15,7 +15,7 @@ from megarl.explore.environments import EnvironmentFault
 from megarl.explore.environments.episode import in_thread
 from megarl.explore.recording.model import RolloutModel
 from megarl.explore.workflows.types import Workflow
-from megarl.sandbox.proven import local_sandbox
+from megarl.sandbox.selftest import local_sandbox
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import messages_of, render_turns
 from megarl.tasks.tools import FORMATS, ToolCall, written_by

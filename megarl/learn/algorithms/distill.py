@@ -24,8 +24,8 @@ from megarl.config.algorithms import AlgorithmConfig, DistillConfig, reads_distr
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import grpo, terms
 from megarl.learn.algorithms.terms import from_teacher, surrogate
-from megarl.learn.algorithms.terms.correction import correction
-from megarl.learn.algorithms.terms.token_parts import doubles, repeated, spread_out
+from megarl.learn.algorithms.terms.reduction import doubles, repeated, spread_out
+from megarl.learn.algorithms.terms.surrogate import correction
 from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 
 

@@ -18,7 +18,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate
-from megarl.learn.algorithms.terms.groups import centred
+from megarl.learn.algorithms.terms.token_rewards import centred
 from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 

@@ -15,8 +15,8 @@ from megarl.config.algorithms import OPMDConfig
 from megarl.core.schema import GroupStats
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate
-from megarl.learn.algorithms.terms.correction import correction
-from megarl.learn.algorithms.terms.groups import centred
+from megarl.learn.algorithms.terms.surrogate import correction
+from megarl.learn.algorithms.terms.token_rewards import centred
 from megarl.learn.algorithms.types import Algorithm, Loss, LossInput
 
 

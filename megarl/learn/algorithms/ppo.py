@@ -16,7 +16,7 @@ from megarl.config.algorithms import AlgorithmConfig, PPOConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate
-from megarl.learn.algorithms.terms.token_parts import picked, spread_out
+from megarl.learn.algorithms.terms.reduction import picked, spread_out
 from megarl.learn.algorithms.terms.token_rewards import token_rewards, whitened
 from megarl.learn.algorithms.terms.value import explained_variance
 from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput

@@ -10,7 +10,7 @@ from megarl import ops
 from megarl.config.algorithms import AlgorithmConfig, ReinforcePPConfig
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate
-from megarl.learn.algorithms.terms.token_parts import spread_out
+from megarl.learn.algorithms.terms.reduction import spread_out
 from megarl.learn.algorithms.terms.token_rewards import token_rewards, whitened
 from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 

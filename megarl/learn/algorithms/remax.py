@@ -11,7 +11,7 @@ from megarl.config.algorithms import AlgorithmConfig, ReMaxConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate
-from megarl.learn.algorithms.terms.token_parts import repeated, spread_out
+from megarl.learn.algorithms.terms.reduction import repeated, spread_out
 from megarl.learn.algorithms.terms.token_rewards import token_rewards, whitened
 from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 

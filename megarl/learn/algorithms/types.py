@@ -16,8 +16,7 @@ import torch
 from megarl.config.algorithms import AlgorithmConfig, expert_ratio
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
-from megarl.learn.algorithms.terms.reduction import Together, Tokens, alone
-from megarl.learn.algorithms.terms.token_parts import repeated
+from megarl.learn.algorithms.terms.reduction import Together, Tokens, alone, repeated
 
 NEEDS = frozenset(
     {"old_logp", "ref_logp", "teacher_logp", "kl", "advantages", "group", "values", "pairs", "greedy", "expert"}

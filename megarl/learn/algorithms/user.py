@@ -11,8 +11,8 @@ import torch
 
 from megarl.config.algorithms import AlgorithmConfig, ReMaxConfig, reads_distribution
 from megarl.core.errors import ConfigError, describe
+from megarl.core.imports import import_value
 from megarl.core.schema import GroupStats
-from megarl.core.user_file import import_value
 from megarl.learn.algorithms.types import NEEDS, ROLES, Algorithm, Estimate, Loss, LossInput, StepInput
 
 

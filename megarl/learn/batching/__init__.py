@@ -2,9 +2,9 @@
 
 from megarl.learn.batching.micro import MicroBatch, dealt, micro_batches
 from megarl.learn.batching.packing import MicroBatching
-from megarl.learn.batching.rank_share import StepShare
 from megarl.learn.batching.sequences import (
     Sequences,
+    StepShare,
     joined,
     likeliest_tokens,
     of_demonstrations,

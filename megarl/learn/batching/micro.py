@@ -13,9 +13,8 @@ from typing import overload
 
 import torch
 
-from megarl.learn.batching.packing import MicroBatching, deal
+from megarl.learn.batching.packing import MicroBatching, deal, share_rows
 from megarl.learn.batching.sequences import IGNORED, Sequences
-from megarl.learn.batching.zigzag import share_rows
 
 FILLER = 64
 """Maximum tokens of a padding sequence (rounded to a multiple of 2·cp, at least 2·cp)."""

@@ -1,5 +1,8 @@
-"""Choice of the sequences that share a micro-batch, with equally many chunks on every data-parallel rank. Pure
-functions of lengths.
+"""Choice of the sequences that share a micro-batch, and positions of their tokens in context-parallel shares.
+
+Plain integer tensors.
+
+Pure functions of lengths.
 
 Packing as in DeepSeek-R1 (2501.12948): sequences are sorted by length and put by best fit into chunks with a token
 limit. Chunks are dealt to the ranks so that attention, quadratic in a length, takes each rank about equally long. If
@@ -13,6 +16,34 @@ import bisect
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
+
+
+def share_rows(lengths: torch.Tensor, cp: int) -> torch.Tensor:
+    """int64 [T]: position of each packed token after concatenating the shares of all ``cp`` ranks.
+
+    A sequence is split into 2 * cp equal pieces; rank r has pieces r and 2 * cp - 1 - r (Megatron's zigzag, which gives
+    every rank equal work under a causal mask). A rank's share has its two pieces of every sequence in order.
+    ``lengths``: lengths of the whole sequences, multiples of 2 * cp.
+
+    Raises:
+        ValueError: a length is no multiple of 2 * cp.
+    """
+    lengths = lengths.to("cpu", torch.int64)
+    if bool((lengths % (2 * cp)).any()):
+        raise ValueError(
+            f"sequence lengths {lengths.tolist()} are not all multiples of 2*cp={2 * cp}: pad each sequence"
+        )
+    sequence = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    starts = lengths.cumsum(0) - lengths
+    offset = torch.arange(len(sequence)) - starts[sequence]
+    size = lengths[sequence] // (2 * cp)
+    piece, within = offset // size, offset % size
+    second = piece >= cp
+    rank = torch.where(second, 2 * cp - 1 - piece, piece)
+    return rank * (len(sequence) // cp) + starts[sequence] // cp + within + size * second
+
 
 Chunk = list[int]
 """Indices of the units in one micro-batch."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from megarl.config.model_roles import TEACHERS, is_teacher
+from megarl.config.derived import TEACHERS, is_teacher
 from megarl.learn.memory.phases import WITH_ENGINES, Phase, PhasePlan, Place
 
 ENGINE_WEIGHTS, ENGINE_KV_CACHE = "engine.weights", "engine.kv_cache"

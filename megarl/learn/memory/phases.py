@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
 
-from megarl.config.model_roles import is_teacher, sections_of
+from megarl.config.derived import is_teacher, sections_of
 from megarl.config.schema import Config, Offload
 
 OFFLOAD = "offload"

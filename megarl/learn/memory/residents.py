@@ -202,7 +202,7 @@ class _Copy:
 
 
 class Residents:
-    """The residents of one model. Empty until ``train/memory/phase_memory.py`` manages them."""
+    """The residents of one model. Empty until ``train/memory.py`` manages them."""
 
     def __init__(self, residents: Iterable[Resident] = ()) -> None:
         self._by_kind = {resident.kind: resident for resident in residents}

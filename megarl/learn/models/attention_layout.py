@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.learn.batching.zigzag import share_rows
+from megarl.learn.batching.packing import share_rows
 
 PADDING_BOUND = 1.5
 """Maximum bucket places per token: padded queries, keys and values are at most 1.5 times as large as packed ones."""

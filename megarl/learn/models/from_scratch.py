@@ -36,7 +36,7 @@ from transformers.utils import logging
 from megarl.config.schema import FromScratchConfig
 from megarl.core.durable import replace_directory
 from megarl.core.errors import ConfigError
-from megarl.core.without_videos import do_without_videos
+from megarl.core.imports import do_without_videos
 
 PAD, UNK, USER, ASSISTANT, END = SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>")
 """Ids 0..4. ``<|end|>`` is the end-of-sequence token. A character outside the corpus becomes ``<|unk|>``."""

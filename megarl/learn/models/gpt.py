@@ -46,7 +46,7 @@ def build_chunks(
     from megatron.core.transformer.module import Float16Module
 
     from megarl.learn.models import head as lm_head
-    from megarl.learn.models import multipliers as scaling
+    from megarl.learn.models import norms as scaling
     from megarl.learn.models import rotary, value_head, vision
     from megarl.learn.models.experts import balanced_router, paired
 

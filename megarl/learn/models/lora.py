@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megarl.config.lora import LoraConfig
 from megarl.learn.models.gpt import unwrap
 from megarl.learn.models.head import LogProbHead, Switch
-from megarl.weights.checkpoint.formats.megatron.dist import ADAPTER
+from megarl.weights.checkpoint.formats.dist import ADAPTER
 from megarl.weights.reshard.adapters import LORA, WEIGHT, LocalAdapter, local_adapters
 from megarl.weights.reshard.layout import Layout
 

@@ -1,4 +1,4 @@
-"""Norms for Megatron's local spec: RMSNorm of hidden states, of each head, and of all heads together.
+"""Norms for Megatron's local spec; multipliers of embeddings, residuals and logits.
 
 Shape legend: h query heads (or key heads) of this rank, d width of a head.
 """
@@ -11,7 +11,53 @@ from typing import Any
 
 import torch
 
+from megarl.weights.architectures.megatron_config import Multipliers
 from megarl.weights.architectures.table import NormRules
+
+WithBias = tuple[torch.Tensor, torch.Tensor | None]
+
+
+class Residual(torch.nn.Module):
+    """Adds a layer's output, normed and multiplied, to the residual; replaces Megatron's bias-dropout-add (without
+    dropout).
+
+    Args:
+        norm: Makes the norm; None for a family without one.
+    """
+
+    def __init__(self, multiplier: float, norm: Callable[[], torch.nn.Module] | None = None) -> None:
+        super().__init__()
+        self.multiplier = multiplier
+        self.norm = None if norm is None else norm()
+
+    def forward(self, training: bool, fused: bool) -> Callable[[WithBias, torch.Tensor, float], torch.Tensor]:
+        """Return the function of (output and bias, residual, dropout) that Megatron's layers call."""
+
+        def add(output: WithBias, residual: torch.Tensor, dropout: float) -> torch.Tensor:
+            x, bias = output
+            # Megatron enables gradients here; if the layer has none, the norm's weight must not begin a graph.
+            with torch.set_grad_enabled(x.requires_grad):
+                x = x if bias is None else x + bias
+                x = x if self.norm is None else self.norm(x)
+                return residual + x * self.multiplier
+
+        return add
+
+
+def install(stage: Any, numbers: Multipliers, *, logits: bool) -> None:
+    """Multiply the embeddings of a stage, and divide its logits by scaling the output layer's input.
+
+    Args:
+        stage: A GPTModel.
+        logits: The stage returns logits; a score is not divided.
+    """
+    if stage.pre_process and numbers.embedding != 1.0:
+        stage.embedding.register_forward_hook(lambda module, given, out: out * numbers.embedding)
+    if stage.pre_process and numbers.embedding_root != 1.0:
+        root = torch.tensor(numbers.embedding_root)
+        stage.embedding.register_forward_hook(lambda module, given, out: out * root.to(out))
+    if stage.post_process and logits and numbers.logits != 1.0:
+        stage.decoder.final_layernorm.register_forward_hook(lambda module, given, out: out / numbers.logits)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -89,7 +135,7 @@ def norm_of(rules: NormRules) -> Any:
 def place(layer: Any, config: Any, rules: NormRules) -> None:
     """Put a family's norms into the submodules of a layer of Megatron's local spec.
 
-    ``megarl.learn.models.multipliers.Residual`` has the norms after attention and MLP.
+    ``megarl.learn.models.norms.Residual`` has the norms after attention and MLP.
     """
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec

@@ -99,7 +99,7 @@ def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:
     if residual != 1.0 or rules.after:
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-        from megarl.learn.models.multipliers import Residual
+        from megarl.learn.models.norms import Residual
 
         add = ModuleSpec(module=Residual, params={"multiplier": residual, "norm": norms.after(config, rules)})
         for layer in block.layer_specs:

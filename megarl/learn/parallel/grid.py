@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
-from megarl.config.model_roles import ROLES, RoleConfig, sections_of, teacher_role, with_sections
+from megarl.config.derived import ROLES, RoleConfig, sections_of, teacher_role, with_sections
 from megarl.config.schema import Config, GridSizes, ParallelConfig
 from megarl.core.errors import ConfigError
 from megarl.weights.architectures import ModelSizes

@@ -16,7 +16,7 @@ from megarl.learn.models.gpt import unwrap
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.architectures import Head, HFConfig
 from megarl.weights.checkpoint.formats import peft
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout
 from megarl.weights.reshard.adapters import (
     AdaptedModel,
     TrainedPart,
@@ -128,8 +128,8 @@ class ModelAdapters:
             tensor = tensors[row.local]
             asked = [
                 (
-                    tensor[boxes.index_of(piece.at, boxes.shape_of(piece.box))],
-                    boxes.start_of(piece.box),
+                    tensor[layout.index_of(piece.at, layout.shape_of(piece.box))],
+                    layout.start_of(piece.box),
                     base.tensors[piece.tensor],
                 )
                 for piece in pieces

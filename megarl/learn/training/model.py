@@ -27,8 +27,7 @@ from megarl.learn.models.teaching import MoreColumns
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.adapters import ModelAdapters
 from megarl.learn.training.objectives import LossTokens, Objective
-from megarl.learn.training.optimizer import Optimizer
-from megarl.learn.training.optimizer_digests import check_written, digests_written
+from megarl.learn.training.optimizer import Optimizer, check_written, digests_written
 from megarl.learn.training.schedule import Head, run
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
@@ -95,7 +94,7 @@ class Model:
         self.replays_routing = False
         """True if the routers replay ``Sequences.routing``: the engines that recorded it have this model's weights."""
         self.residents = Residents()
-        """Memory that may leave the device; empty until ``train/memory/phase_memory.py`` manages it."""
+        """Memory that may leave the device; empty until ``train/memory.py`` manages it."""
         self.optimizer: Optimizer | None = None
         """Optimizer of a trained model; None for a frozen one."""
         self.gathered = True

@@ -16,7 +16,7 @@ import torch
 from megarl.config.algorithms import AlgorithmConfig, PPOConfig
 from megarl.learn.algorithms import Algorithm, Loss, LossInput, terms
 from megarl.learn.algorithms.terms import value
-from megarl.learn.algorithms.terms.token_parts import counts
+from megarl.learn.algorithms.terms.reduction import counts
 from megarl.learn.batching import MicroBatch, Sequences
 from megarl.learn.models.teaching import MoreColumns
 

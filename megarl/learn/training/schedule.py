@@ -13,7 +13,7 @@ from megarl.core.processes import heartbeat
 from megarl.learn.batching import MicroBatch, Sequences
 from megarl.learn.models.gpt import unwrap
 from megarl.learn.models.teaching import MoreColumns
-from megarl.learn.parallel.context_parallel import gather_outputs
+from megarl.learn.parallel.process_groups import gather_outputs
 
 if TYPE_CHECKING:
     from megarl.learn.models.experts.routing_replay import Replay

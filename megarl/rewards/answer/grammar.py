@@ -2,7 +2,7 @@
 
 ``FORMS`` lists the forms of a response with examples. Below it are forms of sentences: an answer before its
 explanation, boxes in a row, an answer next to a refused one, a name. ``marks.py`` has the marks around an answer,
-``stated.py`` sentences that state a number, ``school/final.py`` option letters.
+``marks.py`` sentences that state a number, ``school/final.py`` option letters.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import json
 import re
 from collections.abc import Callable, Iterator
 
-from megarl.core.thoughts import without_thought
+from megarl.core.text import without_thought
 from megarl.rewards.answer import marks, trace
-from megarl.rewards.answer.stated import stated
+from megarl.rewards.answer.marks import stated
 from megarl.rewards.answer.units import NUMERALS
 
 FORMS: dict[str, tuple[tuple[str, str], ...]] = {

@@ -6,11 +6,10 @@ import re
 
 from megarl.rewards.answer import measures, trace, units
 from megarl.rewards.answer.marks import asks
+from megarl.rewards.answer.measures import TENS, with_digits
 from megarl.rewards.answer.normalize import MIN_ROUNDED_DIGITS, Quantity, clean, quantity, same_quantity, squash, words
-from megarl.rewards.answer.numerals import TENS, with_digits
 from megarl.rewards.answer.units import NUMERALS
 from megarl.rewards.math import algebra as math_algebra
-from megarl.rewards.math import worked as math_worked
 from megarl.rewards.math.structure import Expression, is_constant, is_name, parse, split
 
 MAX_ANSWER = 2000
@@ -118,7 +117,7 @@ def _converted(gold: str, pred: str, question: str) -> bool:
         return trace.compared("units of one dimension", gold, pred, same)
     gold, (pred, other) = bare, _without_unit(pred)
     times = measures.ratio(unit, other) if unit and other and unit != other else None
-    if times is None or not math_worked.worked_out(pred):
+    if times is None or not math_algebra.worked_out(pred):
         return False
     return trace.compared(
         "units of one dimension",
@@ -430,7 +429,7 @@ def _same_expression(gold: str, pred: str, first: Quantity | None, second: Quant
         pred, unit = _without_unit(pred)
         if first is None or (unit and first.unit and unit != first.unit):
             return False
-        if strict and not math_worked.stands_for(first, pred):
+        if strict and not math_algebra.stands_for(first, pred):
             return False
         return not math_algebra.unevaluated(gold, pred) and math_algebra.same_number(first, pred)
     else:
@@ -440,7 +439,7 @@ def _same_expression(gold: str, pred: str, first: Quantity | None, second: Quant
         return math_algebra.same_number(second, gold)
     if _is_text(gold) or _is_text(pred) or math_algebra.unevaluated(gold, pred):
         return False
-    if strict and not math_worked.worked_out(pred) and math_worked.worked_out(gold):
+    if strict and not math_algebra.worked_out(pred) and math_algebra.worked_out(gold):
         return False
     return math_algebra.same(gold, pred)
 

@@ -1,8 +1,8 @@
 """``megarl rewards serve``: worker processes for a job's pool on another machine. Each connection has one process,
 which ends with it.
 
-Both sides first prove that they know the key (``proof.py``); no process starts before. Then lines are forwarded
-unchanged, in the protocol of ``worker.py``. A last line reports a process that has computed for too long.
+Both sides first prove that they know the key (``processes/secrets.py``); no process starts before. Then lines are
+forwarded unchanged, in the protocol of ``worker.py``. A last line reports a process that has computed for too long.
 """
 
 from __future__ import annotations
@@ -13,10 +13,8 @@ import json
 import logging
 from collections.abc import Callable
 
-from megarl.core import proof
-from megarl.core.processes import heartbeat
-from megarl.rewards.pool.child import RewardProcess
-from megarl.rewards.pool.printed_output import PrintedOutput
+from megarl.core.processes import heartbeat, secrets
+from megarl.rewards.pool.child import PrintedOutput, RewardProcess
 from megarl.rewards.pool.process import (
     CALLER,
     CONNECT_S,
@@ -95,13 +93,13 @@ class RewardHost:
 
     async def _refusal(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
         """Check the caller's proof and send this host's. Return the reason for a refusal, or None."""
-        mine = proof.challenge()
+        mine = secrets.challenge()
         with contextlib.suppress(ValueError, TypeError, KeyError, OSError, RecursionError):
             async with asyncio.timeout(CONNECT_S):
                 await send_line(writer, challenge=mine)
                 greeting = json.loads(await reader.readline())
-                if proof.is_proof(greeting["proof"], self._key, mine, CALLER):
-                    await send_line(writer, proof=proof.prove(self._key, str(greeting["challenge"]), HOST))
+                if secrets.is_proof(greeting["proof"], self._key, mine, CALLER):
+                    await send_line(writer, proof=secrets.prove(self._key, str(greeting["challenge"]), HOST))
                     return f"all {self._most} workers are taken" if self.busy >= self._most else None
         return "wrong key"
 

@@ -14,17 +14,16 @@ from typing import Any, Protocol
 
 from megarl.config.load import to_dict
 from megarl.config.rewards import RewardConfig
-from megarl.core import proof
 from megarl.core.errors import ConfigError
-from megarl.rewards.pool.child import RewardProcess
-from megarl.rewards.pool.printed_output import PrintedOutput
+from megarl.core.processes import secrets
+from megarl.rewards.pool.child import PrintedOutput, RewardProcess
 
 START_TIMEOUT_S = 120.0
 """Seconds to start Python and import a verifier on a loaded machine; the limit of a verdict is ``reward.timeout_s``."""
 CONNECT_S = 10.0
 MAX_LINE_BYTES = 2**24
 CALLER, HOST = "reward caller", "reward host"
-"""Sides of a connection to a reward host (``proof.py``)."""
+"""Sides of a connection to a reward host (``processes/secrets.py``)."""
 KEEPALIVE = {socket.TCP_KEEPIDLE: 30, socket.TCP_KEEPINTVL: 10, socket.TCP_KEEPCNT: 3, socket.TCP_USER_TIMEOUT: 60_000}
 VERDICT_FIELDS = {"score", "status", "parts"}
 CPUCLOCK_SCHED = 2
@@ -360,10 +359,10 @@ class RemoteRewardProcess:
     async def _greet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Prove to each other that both sides know the key. Raises OSError, WorkerDied."""
         keep_alive(writer)
-        mine = proof.challenge()
+        mine = secrets.challenge()
         theirs = str((await self._greeting(reader)).get("challenge"))
-        await send_line(writer, challenge=mine, proof=proof.prove(self._key, theirs, CALLER))
-        if not proof.is_proof((await self._greeting(reader)).get("proof"), self._key, mine, HOST):
+        await send_line(writer, challenge=mine, proof=secrets.prove(self._key, theirs, CALLER))
+        if not secrets.is_proof((await self._greeting(reader)).get("proof"), self._key, mine, HOST):
             raise WorkerDied(f"reward.hosts: {self._address} gives no worker: it has another key (MEGARL_JOB_KEY)")
         await self._greeting(reader)  # the host has started the process
 

@@ -22,10 +22,10 @@ from typing import IO, Any
 from megarl.config.load import from_dict
 from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError, SandboxError, describe
+from megarl.core.imports import import_file
 from megarl.core.processes.parent import die_with
 from megarl.core.processes.secrets import hide_secrets
-from megarl.core.thoughts import as_written
-from megarl.core.user_file import import_file
+from megarl.core.text import as_written
 from megarl.rewards.answer import trace
 from megarl.rewards.math import verifier as math_verifier
 from megarl.rewards.pool.child import SOCKET

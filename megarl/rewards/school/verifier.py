@@ -24,10 +24,9 @@ from megarl.rewards.math.verifier import (
     verdict,
 )
 from megarl.rewards.school import final as k12_final
-from megarl.rewards.school import named_options as k12_options
 from megarl.rewards.school import read as k12_read
 from megarl.rewards.school import truth as k12_truth
-from megarl.rewards.school.short import same_short, states_division
+from megarl.rewards.school.read import same_short, states_division
 
 TYPES = ("choice", "multiple_choice", "blanks", "true_false", "short")
 _FORMULA = re.compile(r"[\d\\=^]|[零一二两三四五六七八九十]|\bhalf\b")
@@ -211,19 +210,19 @@ def _choice(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> di
     options = k12_read.options_of(info)
     gold_text = str(truth[0] if isinstance(truth, (list, tuple)) else truth)
     if circled := selections.circled(gold_text):
-        return _judge(pred, float(len(circled) == 1 and k12_options.same_circled(circled, pred, options)))
-    gold = k12_options.named(gold_text, options)
+        return _judge(pred, float(len(circled) == 1 and k12_final.same_circled(circled, pred, options)))
+    gold = k12_final.named(gold_text, options)
     if not gold or len(gold) != 1:
         if options:
             return verdict("error", pred, f"ground_truth {truth!r:.80} is not one of the options {', '.join(options)}")
         return _judge(pred, float(same_short(gold_text, pred)))
     row = grammar.boxes_in_a_row(response)
     if row:
-        return _judge(pred, float(all(k12_options.named(box, options) == gold for box in row)))
+        return _judge(pred, float(all(k12_final.named(box, options) == gold for box in row)))
     text = unmarked(response)
     found = _first(
         ("letter before its explanation", lambda: k12_final.letters_before_explanation(text, options)),
-        ("option of the answer", lambda: k12_options.named(pred, options)),
+        ("option of the answer", lambda: k12_final.named(pred, options)),
         ("letter beside refused ones", lambda: k12_final.settled_last(pred, text)),  # "Option B is correct."
         ("choice in the text", lambda: k12_final.chosen(after_thinking(response))),
         ("sentence that chooses", lambda: k12_final.sole_choice(text, pred)),
@@ -249,7 +248,7 @@ def _same_letters(gold: set[str], found: set[str]) -> bool:
 def _beside_refused(pred: str, options: Mapping[str, str]) -> set[str] | None:
     """Return the option that a prediction names next to a refused option: "Paris, not London"."""
     pair = grammar.beside_refused(pred) if options else None
-    found, refused = (k12_options.named(text, options) for text in pair) if pair else (None, None)
+    found, refused = (k12_final.named(text, options) for text in pair) if pair else (None, None)
     return found if found and found != refused else None
 
 
@@ -258,10 +257,10 @@ def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> 
     options = k12_read.options_of(info)
     values = truth if isinstance(truth, (list, tuple)) else [truth]
     if circled := selections.circled("".join(map(str, values))):
-        return _judge(pred, float(k12_options.same_circled(circled, pred, options)))
+        return _judge(pred, float(k12_final.same_circled(circled, pred, options)))
     gold: set[str] = set()
     for value in values:
-        found = k12_options.named(str(value), options)
+        found = k12_final.named(str(value), options)
         if not found:
             return verdict(
                 "error",
@@ -274,7 +273,7 @@ def _multiple(response: str, pred: str, truth: Any, info: Mapping[str, Any]) -> 
     text = unmarked(response)
     chosen = _first(
         ("letters before their explanation", lambda: k12_final.letters_before_explanation(text, options, several=True)),
-        ("options of the answer", lambda: k12_options.named(pred, options, several=True)),
+        ("options of the answer", lambda: k12_final.named(pred, options, several=True)),
         ("letters beside refused ones", lambda: k12_final.settled(pred)),
         ("choice in the text", lambda: k12_final.chosen(after_thinking(response))),
         ("conclusion", lambda: k12_final.concluded(text)),

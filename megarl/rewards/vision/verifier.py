@@ -25,8 +25,7 @@ from megarl.rewards.vision.bounding_boxes import (
     rescaled,
     shapes,
 )
-from megarl.rewards.vision.counting import read_count
-from megarl.rewards.vision.read_text import THRESHOLD, shown, similarity
+from megarl.rewards.vision.readings import THRESHOLD, read_count, shown, similarity
 
 VisionScorer = Callable[[str, Any, dict[str, Any] | None], dict[str, Any]]
 

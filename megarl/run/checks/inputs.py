@@ -1,4 +1,4 @@
-"""Checks of rows and rewards against each other, the model's tokenizer and held-out rows."""
+"""Checks of rows and rewards against each other, the model, its tokenizer and held-out rows."""
 
 from __future__ import annotations
 
@@ -8,32 +8,46 @@ import inspect
 import json
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megarl.buffer.store import ExpertExperience
 from megarl.config import Config
-from megarl.config.lengths import context_tokens
+from megarl.config.algorithms import reads_teacher
+from megarl.config.derived import context_tokens
 from megarl.core.errors import ConfigError, DataError, SandboxError
 from megarl.core.schema import Message, Preference, Task
 from megarl.explore import environments
 from megarl.explore.workflows import asks_verifier
 from megarl.rewards import RewardPool, Verdict
-from megarl.rewards.code.verifier import check_code
+from megarl.rewards.code import check_code
 from megarl.rewards.pool.child import end_servers
 from megarl.rewards.pool.process import check_hosts
 from megarl.rewards.routes import JUDGE, check_source, route
-from megarl.rewards.shape import check_weights
-from megarl.rewards.verdict import LATE
-from megarl.run.run_dir.rows import Rows, place
-from megarl.tasks import ChatTokenizer, encode_demonstrations, encode_preferences, place_of_row
-from megarl.tasks.bad_rows import WHOLE, Faults
+from megarl.rewards.verdict import LATE, check_weights
+from megarl.run.checks.distillation import check_taught_experts
+from megarl.run.checks.vision import check_image_files_of, check_images, check_patches
+from megarl.run.run_dir.rows import Rows, from_source, place, processor_of, read_split
+from megarl.tasks import (
+    ChatTokenizer,
+    Place,
+    encode_demonstrations,
+    encode_preferences,
+    encode_rows,
+    place_of_row,
+    tokenizer_digest,
+)
+from megarl.tasks.row_files import WHOLE, Faults
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 if TYPE_CHECKING:
-    from megarl.tasks.images.processor import Processor
+    from megarl.tasks.image_processor import Processor
+
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +176,7 @@ def check_lengths(
     )
     added = [0] * len(rows)
     if processor is not None:
-        from megarl.tasks.images.processor import added_lengths
+        from megarl.tasks.image_processor import added_lengths
 
         added = added_lengths(rows, tokenizer, processor, path=path)
     for row, (prompt, *answers), more in zip(rows, encoded, added, strict=True):
@@ -220,3 +234,106 @@ def _normalised(message: Message) -> tuple[str, ...]:
     others = {name: value for name, value in message.items() if name not in ("role", "content")}
     text = " ".join((message.get("content") or "").split()).casefold()
     return (message["role"], text, *([json.dumps(others, sort_keys=True)] if others else ()))
+
+
+def check_vocabulary(
+    config: Config, rows: Mapping[str, Rows], tokenizer: ChatTokenizer, size: int, *, sampled: Sequence[str]
+) -> None:
+    """Check that every token of ``rows`` (by split) and the end-of-response token have an embedding.
+
+    Args:
+        size: The model's ``vocab_size``.
+        sampled: Splits whose rows are only prompts.
+
+    Raises:
+        ConfigError, DataError: a token has no embedding, with the row. Unused tokens without an embedding only cause a
+            warning.
+    """
+    if tokenizer.largest_id < size:
+        return
+    what = (
+        f"the tokenizer of model.path={config.model.path} has ids up to {tokenizer.largest_id} and the model "
+        f"vocab_size={size}"
+    )
+    fix = "take the model's own tokenizer, or resize the model's embeddings"
+    if (end := max(tokenizer.eos_ids)) >= size:
+        raise ConfigError(f"{what}: end-of-sequence token {end} has no embedding; {fix}")
+    for split, found in rows.items():
+        path = partial(place_of_row, config.taskset, split)
+        for row, texts in zip(found, _encoded(found, tokenizer, path, split in sampled), strict=True):
+            if (largest := max(int(ids.max(initial=0)) for ids in texts)) >= size:
+                raise DataError(
+                    f"{place(config, split, row)} has token {largest}, {tokenizer.token(largest)!r}, "
+                    f"and {what}; {fix}, or drop the row"
+                )
+    log.warning("%s; no row has a token without an embedding", what)
+
+
+def _encoded(rows: Rows, tokenizer: ChatTokenizer, path: Place, sampled: bool) -> Iterator[Sequence[np.ndarray]]:
+    pairs = [row for row in rows if isinstance(row, Preference)]
+    tasks = [row for row in rows if isinstance(row, Task)]
+    if pairs:
+        yield from encode_preferences(pairs, tokenizer, path=path)
+    elif sampled:
+        yield from ([ids] for ids in encode_rows(tasks, tokenizer, path=path))
+    else:
+        yield from encode_demonstrations(tasks, tokenizer, path=path)
+
+
+class ExpertCheck:
+    """Checks of a job's expert rows from any source."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._tokenizer = ChatTokenizer.of(config)
+        self._hf_config = read_hf_config(Path(config.model.path))
+        self._held_out = read_split(config, "eval")
+
+    def rows(self, source: str, experts: Sequence[ExpertExperience]) -> None:
+        """Check the rows of one source. Raises DataError with the source and the row."""
+        config, rows = from_source(self._config, source), [expert.task for expert in experts]
+        check_held_out(config, self._held_out, {"expert": rows})
+        check_images(config, self._hf_config, {"expert": rows})
+        vocabulary = int(self._hf_config["vocab_size"])
+        check_vocabulary(config, {"expert": rows}, self._tokenizer, vocabulary, sampled=())
+        context = int(self._hf_config["max_position_embeddings"])
+        processor = processor_of(config, [rows])
+        check_lengths(config, "expert", rows, self._tokenizer, context, processor)
+        check_patches(config, {"expert": rows}, processor, pairs=False)
+        check_image_files_of(config, "expert", rows)
+        check_teacher(config, experts, self._tokenizer)
+        check_taught_experts(config, rows)
+
+
+def check_teacher(config: Config, experts: Sequence[ExpertExperience], tokenizer: ChatTokenizer) -> None:
+    """Check that rows have their teacher's log-probs for this tokenizer, if the loss reads them.
+
+    Args:
+        config: Settings with the rows' source as ``taskset.expert``.
+
+    Raises:
+        DataError: a row lacks log-probs, or its log-probs are for another tokenizer or template.
+    """
+    if not reads_teacher(config.algorithm):
+        return
+    digest = tokenizer_digest(Path(config.model.path))
+    fix = (
+        "give each row of the source one log-prob for each token of its response (for rows that are imported already, "
+        "in a new run), or set algorithm.expert_loss=sft"
+    )
+    responses = encode_demonstrations([expert.task for expert in experts], tokenizer)
+    for expert, (_, response) in zip(experts, responses, strict=True):
+        logp, where = expert.teacher_logp, place(config, "expert", expert.task)
+        if logp is None:
+            raise DataError(f"{where} has no teacher_logp, and algorithm.expert_loss=off_policy reads it; {fix}")
+        if expert.tokenizer != digest:
+            raise DataError(
+                f"{where}: teacher_logp was made with the tokenizer {expert.tokenizer}, but model.path="
+                f"{config.model.path} has {digest}; import log-probs of a teacher with the same tokenizer.json, or set "
+                "algorithm.expert_loss=sft"
+            )
+        if len(logp) != len(response):
+            raise DataError(
+                f"{where}: teacher_logp has {len(logp)} log-probs, and the response {len(response)} tokens with the "
+                f"chat template of model.path={config.model.path}; {fix}"
+            )

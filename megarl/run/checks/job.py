@@ -1,4 +1,7 @@
-"""All checks before any process is launched: settings, memory, model, rows, rewards. ``check`` calls all of them."""
+"""All checks before any process is launched, of a job and of a bench of one model.
+
+``check`` calls all of them.
+"""
 
 from __future__ import annotations
 
@@ -10,45 +13,51 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.buffer.store import OWN_SERVER, check_url, sqlite_file
 from megarl.config import Config
 from megarl.config.algorithms import reads_teacher
-from megarl.config.lengths import context_tokens
-from megarl.config.model_roles import path_of, sections_of
+from megarl.config.derived import context_tokens, path_of, sections_of
 from megarl.core.errors import CheckpointError, ConfigError
-from megarl.core.processes.collector import uncollected
+from megarl.core.processes.machine import uncollected
 from megarl.core.schema import Task
 from megarl.explore import workflows
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.learn.models.specs import check_implementation
 from megarl.learn.parallel.grid import check_roles, roles_of
-from megarl.run.checks.bench import check_bench
-from megarl.run.checks.devices import check_devices, has_budget, ledger_of
-from megarl.run.checks.filters import Selected, selected, usable
-from megarl.run.checks.inputs import check_environment_rows, check_held_out, check_lengths, check_rewards
-from megarl.run.checks.models.distillation import check_scored_rows, check_servers, check_taught, check_taught_experts
-from megarl.run.checks.models.expert_rows import check_teacher
-from megarl.run.checks.models.grids import check_model
-from megarl.run.checks.models.lora import check_adapters, check_tower_overlap
-from megarl.run.checks.models.vision import (
-    check_image_files_of,
-    check_images,
-    check_patches,
-    check_prompts_of,
-    check_rendered,
+from megarl.run.checks import settings
+from megarl.run.checks.distillation import check_scored_rows, check_servers, check_taught, check_taught_experts
+from megarl.run.checks.engine_options import check_engine_settings
+from megarl.run.checks.grids import check_model
+from megarl.run.checks.inputs import (
+    check_environment_rows,
+    check_held_out,
+    check_lengths,
+    check_rewards,
+    check_teacher,
+    check_vocabulary,
 )
-from megarl.run.checks.models.vocabulary import check_vocabulary
+from megarl.run.checks.lora import check_adapters, check_tower_overlap
+from megarl.run.checks.memory import check_devices, has_budget, ledger_of
 from megarl.run.checks.roles import check_budget, check_role_models, role_files
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.summary import summary
-from megarl.run.checks.tasksets import check_count
+from megarl.run.checks.tasksets import Selected, check_count, check_taskset, selected, usable
+from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of, check_rendered
 from megarl.run.run_dir.changes import has_checkpoints
-from megarl.run.run_dir.dry_run import scratch
-from megarl.run.run_dir.experts import read_experts
 from megarl.run.run_dir.owner import check_writable
-from megarl.run.run_dir.prepare import make, with_limit_of_run
+from megarl.run.run_dir.prepare import make, scratch, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
-from megarl.run.run_dir.rows import SPLITS, Rows, drops, log_bad_rows, needs_expert_rows, processor_of, read_split
+from megarl.run.run_dir.rows import (
+    SPLITS,
+    Rows,
+    drops,
+    log_bad_rows,
+    needs_expert_rows,
+    processor_of,
+    read_experts,
+    read_split,
+)
 from megarl.run.run_dir.store_damage import replace_damaged_store
 from megarl.tasks import ChatTokenizer, Faults, record, recorded
 from megarl.weights.architectures import Head
@@ -57,7 +66,78 @@ from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
 
 if TYPE_CHECKING:
-    from megarl.tasks.images.processor import Processor
+    from megarl.tasks.image_processor import Processor
+
+
+SPLIT = "eval"
+
+
+def check_bench(config: Config, *, dry: bool = False) -> dict[str, Selected]:
+    """Check a bench of ``model.path`` before its processes start; make missing held-out rows.
+
+    Args:
+        dry: Make missing files in a temporary folder, which is removed.
+
+    Returns:
+        Tasks of the store, by split; only held-out tasks.
+
+    Raises:
+        ConfigError, DataError, ArchitectureError, CheckpointError: each with the rule, the values and the fix.
+    """
+    _check_settings(config)
+    if not dry:
+        return _check_bench_inputs(make(config))
+    with scratch(config) as made:
+        return _check_bench_inputs(made)
+
+
+def check_place(run_dir: Path) -> None:
+    """Raise ConfigError if ``run_dir`` is a training run's: its explorer and the bench's would claim each other's
+    tasks."""
+    if has_checkpoints(run_dir) or (run_dir / "attempt").is_file():
+        raise ConfigError(
+            f"run.dir={run_dir} holds a training run; take another run.name for the bench (the run itself is a MODEL: "
+            f"run:{run_dir})"
+        )
+
+
+def _check_settings(config: Config) -> None:
+    job = algorithms.job_of(config)
+    if config.store.url != OWN_SERVER and sqlite_file(config.store.url) is None:
+        raise ConfigError(
+            "store.url names a database that all models of the bench would share; leave it out for a file for each "
+            f"model, or set {OWN_SERVER}"
+        )
+    settings.check_builds(config, job)
+    settings.check_evaluation(config, job)
+    check_taskset(config, job)
+    settings.check_ports(config, job)
+    settings.check_memory(config, job, nodes=1)
+    check_engine_settings(config, job)
+    check_url(config.store.url)
+    workflows.check(config.rollout, Path(config.run.dir))
+    settings.check_reward_settings(config)
+
+
+def _check_bench_inputs(config: Config) -> dict[str, Selected]:
+    dropped = Counter[str]()
+    faults: Faults = {}
+    rows = [row for row in read_split(config, SPLIT, dropped, faults) if isinstance(row, Task)]
+    hf_config = read_hf_config(Path(config.model.path))
+    check_images(config, hf_config, {SPLIT: rows})
+    check_model(config, hf_config, engines=True)
+    check_digests(
+        Path(config.model.path), "MODEL", workers=os.cpu_count() or 1, digests=config.trainer.verify_checkpoints
+    )
+    tokenizer, processor = ChatTokenizer.of(config), processor_of(config, [rows])
+    workflows.check_template(config.rollout, tokenizer)
+    check_environment_rows(config, {SPLIT: rows})
+    check_rewards(config, {SPLIT: rows})
+    tasks = selected(config, SPLIT, rows, tokenizer, dropped, processor, faults)
+    check_vocabulary(config, {SPLIT: rows}, tokenizer, int(hf_config["vocab_size"]), sampled=(SPLIT,))
+    check_prompts_of(config, SPLIT, rows, tasks.tasks, tokenizer, processor)
+    return {SPLIT: tasks}
+
 
 log = logging.getLogger(__name__)
 

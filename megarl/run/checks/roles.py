@@ -12,17 +12,16 @@ from typing import Any
 from megarl.buffer.store import sqlite_file
 from megarl.buffer.store.database import is_pending
 from megarl.config import Config, hub
-from megarl.config.lengths import context_tokens
-from megarl.config.model_roles import is_teacher, path_of, sections_of
+from megarl.config.derived import context_tokens, is_teacher, path_of, sections_of
 from megarl.config.schema import CriticConfig, RewardModelConfig
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.algorithms.terms import kl
+from megarl.learn.algorithms.terms import token_rewards
 from megarl.learn.models.specs import check_layers
 from megarl.learn.parallel.grid import check_parallel, check_roles, megatron_grid, role_grids, roles_of
-from megarl.run.checks.models.dispatcher import check_dispatcher
-from megarl.run.checks.models.distillation import check_teacher_settings, check_top_k
-from megarl.run.checks.models.lora import check_adapters
+from megarl.run.checks.dispatcher import check_dispatcher
+from megarl.run.checks.distillation import check_teacher_settings, check_top_k
+from megarl.run.checks.lora import check_adapters
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import check_hf, open_hf, read_hf_config
 from megarl.weights.checkpoint.formats.score_files import ScoreFiles
@@ -78,7 +77,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
             "lower it"
         )
     responses = config.trainer.tasks_per_step * config.algorithm.group_size
-    kl.adapted(0.0, responses, config.algorithm.kl)
+    token_rewards.adapted(0.0, responses, config.algorithm.kl)
 
 
 def _may_have_experts(config: Config) -> bool:

@@ -21,14 +21,14 @@ from megarl.core.errors import ConfigError, describe
 from megarl.core.jobs import Job, ProcessKind
 from megarl.core.processes.machine import available_memory
 from megarl.explore import workflows
-from megarl.explore.explorer.explorer_share import check_explorers
+from megarl.explore.explorer.other_explorers import check_explorers
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Algorithm
 from megarl.rewards.pool.process import addresses
 from megarl.rewards.routes import FAMILIES
-from megarl.run.checks.engines.pacing import check_pacing, check_replay
-from megarl.run.checks.engines.started_with import check_capability, check_engine_settings
-from megarl.run.checks.models.lora import check_lora_settings
+from megarl.run.checks.engine_options import check_capability, check_engine_settings
+from megarl.run.checks.lora import check_lora_settings
+from megarl.run.checks.pacing import check_pacing, check_replay
 from megarl.run.checks.roles import check_role_settings
 from megarl.run.checks.tasksets import check_taskset
 from megarl.run.local_disk import choose

@@ -1,20 +1,248 @@
-"""Checks of ``taskset`` settings against each other and the kind of job, and of the remaining tasks."""
+"""Checks of ``taskset`` settings, and the tasks of the files that they leave for the store."""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
 
-from megarl.buffer.order.source_shares import Shares
+from megarl.buffer.order.group_choice import Shares
 from megarl.config import Config
+from megarl.config.derived import prompt_tokens
 from megarl.config.taskset import TasksetConfig
-from megarl.core.errors import ConfigError
+from megarl.core.errors import ConfigError, DataError
 from megarl.core.jobs import Job
-from megarl.run.run_dir.rows import Rows, files, kind_of_rows
-from megarl.tasks import source_of, sources_of
-from megarl.tasks.columns import check_fields
-from megarl.tasks.processing import PROMPT
+from megarl.core.schema import Preference, Task
+from megarl.explore.workflows import asks_verifier
+from megarl.rewards.routes import check_row
+from megarl.rewards.school.verifier import is_multiple_choice
+from megarl.run.run_dir.rows import Rows, drops, files, kind_of_rows, lengths_with_images, log_bad_rows, place
+from megarl.tasks import ChatTokenizer, Faults, difficulty_of, source_of, sources_of
+from megarl.tasks.processing import PROMPT, entry_of
+from megarl.tasks.row_files import FIX, short
+from megarl.tasks.rows import check_fields
+
+if TYPE_CHECKING:
+    from megarl.tasks.image_processor import Processor
+
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Selected:
+    """Remaining tasks of a split, and counts of the dropped ones."""
+
+    tasks: list[Task]
+    dropped: dict[str, int]
+    """Reason -> number of tasks."""
+
+
+def selected(
+    config: Config,
+    split: str,
+    rows: Sequence[Task],
+    tokenizer: ChatTokenizer,
+    dropped: Counter[str],
+    processor: Processor | None = None,
+    faults: Faults | None = None,
+) -> Selected:
+    """Drop tasks as settings of ``taskset`` require; log the counts.
+
+    Args:
+        dropped: Counts of tasks dropped so far.
+        processor: The model's processor, if rows of the job have images.
+        faults: Bad rows dropped so far; further ones are added.
+
+    Raises:
+        DataError: a bad row may not be dropped, or no row is left.
+    """
+    counts, faults = Counter(dropped), {} if faults is None else faults
+    tasks = with_difficulty(config, split, verifiable(config, split, list(rows), faults), faults)
+    counts["bad_row"] = len(faults)
+    log_bad_rows(split, faults, len(faults) + len(tasks))
+    for reason, kept in (
+        ("multiple_choice", without_choices),
+        ("duplicate", without_duplicates),
+        ("difficulty", within_difficulty),
+    ):
+        before = len(tasks)
+        tasks = kept(config, split, tasks)
+        counts[reason] += before - len(tasks)
+    before = len(tasks)
+    tasks = without_overlong(config, split, tasks, tokenizer, processor)
+    counts["overlong_prompt"] += before - len(tasks)
+    found = {reason: count for reason, count in counts.items() if count}
+    if found:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in found.items())
+        log.info("taskset.%s: %d tasks; left out: %s", split, len(tasks), reasons)
+    return Selected(tasks, found)
+
+
+def usable(config: Config, split: str, rows: Rows, check: Callable[[Rows], None], faults: Faults) -> Rows:
+    """Return the rows that pass a check if ``taskset.bad_rows=drop``; else all, unchecked.
+
+    Args:
+        check: Adds each bad row to ``faults``, or raises DataError if one of the rows is bad.
+        faults: Bad rows of the split so far; further ones are added.
+
+    Raises:
+        DataError: no row is left.
+    """
+    if not drops(config, split):
+        return rows
+
+    def kept(some: Rows) -> list[Task | Preference]:
+        try:
+            check(some)
+            return [row for row in some if row.task_id not in faults]
+        except DataError as error:
+            if len(some) == 1:
+                faults[some[0].task_id] = str(error)
+                return []
+        half = len(some) // 2  # halve: bad rows are few, and a tokenizer is fast with many texts
+        return kept(some[:half]) + kept(some[half:])
+
+    found = kept(rows)
+    if not found:
+        raise DataError(f"taskset.bad_rows=drop leaves no row of {files(config, split)}; {next(iter(faults.values()))}")
+    return found
+
+
+def verifiable(config: Config, split: str, rows: list[Task], faults: Faults) -> list[Task]:
+    """Return the rows whose answers a verifier can judge.
+
+    Args:
+        faults: Rows that no verifier can judge are added, with ``taskset.bad_rows=drop``.
+
+    Raises:
+        DataError: such a row exists and may not be dropped, with the first one; or no row is left.
+    """
+    if config.reward.path is not None or not asks_verifier(config.rollout):
+        return rows
+    found: Faults = {}
+    for task in rows:
+        try:
+            check_row(task.data_source, task.ground_truth, task.extra_info, config.reward)
+        except DataError as error:
+            found[task.task_id] = f"{place(config, split, task)}: {error}"
+    if found and (config.taskset.bad_rows == "refuse" or len(found) == len(rows)):
+        more = f" ({len(found)} such rows)" if len(found) > 1 else ""
+        raise DataError(f"{next(iter(found.values()))}{more}; {FIX}")
+    faults.update(found)
+    return [task for task in rows if task.task_id not in found]
+
+
+def without_choices(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """Return the training tasks without multiple-choice ones if ``taskset.multiple_choice=drop``; else all.
+
+    Raises:
+        DataError: no task is left.
+    """
+    if config.taskset.multiple_choice == "keep" or split != "train":
+        return rows
+    kept = [row for row in rows if not is_multiple_choice(vars(row))]
+    if not kept:
+        raise DataError(
+            f"taskset.multiple_choice=drop leaves none of the {len(rows)} rows of {files(config, split)}; set it to "
+            "keep, or add others"
+        )
+    return kept
+
+
+def without_duplicates(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """Return the first training task of each prompt if ``taskset.duplicates=drop``; else all."""
+    if config.taskset.duplicates == "keep" or split != "train":
+        return rows
+    first: dict[str, Task] = {}
+    for row in rows:
+        first.setdefault(_prompt_key(row), row)
+    return list(first.values())
+
+
+def _prompt_key(task: Task) -> str:
+    """Return a text that is equal for tasks that show a model the same prompt, up to white space."""
+    messages = [
+        {name: " ".join(value.split()) if isinstance(value, str) else value for name, value in message.items()}
+        for message in task.prompt
+    ]
+    images = [hashlib.sha256(image).hexdigest() for image in task.images]
+    return json.dumps([messages, images, task.chat_template_kwargs], sort_keys=True)
+
+
+def with_difficulty(config: Config, split: str, rows: list[Task], faults: Faults) -> list[Task]:
+    """Return the training tasks with a difficulty if ``taskset.difficulty`` is set; else all.
+
+    Args:
+        faults: Tasks without one are added, with ``taskset.bad_rows=drop``.
+
+    Raises:
+        DataError: a task without a difficulty may not be dropped, with its row; or no task is left.
+    """
+    key = config.taskset.difficulty
+    if key is None or split != "train":
+        return rows
+    found: Faults = {
+        row.task_id: f"{place(config, split, row)}: extra_info.{key} must be a number, a text such as 'Level 5', or a "
+        f"word such as 'easy', since it is taskset.difficulty (docs/tasksets.md), got {short(entry_of(row, key))}"
+        for row in rows
+        if difficulty_of(row, key) is None
+    }
+    if found and (config.taskset.bad_rows == "refuse" or len(found) == len(rows)):
+        raise DataError(f"{next(iter(found.values()))}; {FIX}, or name another entry")
+    faults.update(found)
+    return [row for row in rows if row.task_id not in found]
+
+
+def within_difficulty(config: Config, split: str, rows: list[Task]) -> list[Task]:
+    """Return the training tasks from ``taskset.min_difficulty`` to ``taskset.max_difficulty``, both included. All tasks
+    must have a difficulty.
+
+    Raises:
+        DataError: no task is left.
+    """
+    key, low, high = config.taskset.difficulty, config.taskset.min_difficulty, config.taskset.max_difficulty
+    if key is None or split != "train":
+        return rows
+    values = [difficulty_of(row, key) or 0.0 for row in rows]
+    kept = [
+        row
+        for row, value in zip(rows, values, strict=True)
+        if (low is None or value >= low) and (high is None or value <= high)
+    ]
+    if rows and not kept:
+        raise DataError(
+            f"taskset.min_difficulty={low} and taskset.max_difficulty={high} leave none of the {len(rows)} tasks, "
+            f"whose extra_info.{key} is {min(values):g} to {max(values):g}; widen them"
+        )
+    return kept
+
+
+def without_overlong(
+    config: Config, split: str, rows: list[Task], tokenizer: ChatTokenizer, processor: Processor | None = None
+) -> list[Task]:
+    """Return the tasks with prompts of at most ``rollout.max_prompt_tokens``, images included, if
+    ``taskset.overlong_prompts=drop``; else all.
+
+    Raises:
+        DataError: no task is left.
+    """
+    if config.taskset.overlong_prompts == "refuse":
+        return rows
+    limit = prompt_tokens(config.rollout)
+    lengths = lengths_with_images(rows, tokenizer, processor, path=lambda row: place(config, split, row))
+    kept = [row for row, length in zip(rows, lengths, strict=True) if length <= limit]
+    if rows and not kept:
+        raise DataError(
+            f"taskset.overlong_prompts=drop leaves none of the {len(rows)} tasks of {files(config, split)}: the "
+            f"shortest prompt has {min(lengths)} tokens, rollout.max_prompt_tokens is {limit}; raise it"
+        )
+    return kept
+
 
 OF_TASKS = (
     "data_source",

@@ -182,9 +182,8 @@ def _show(arguments: argparse.Namespace) -> None:
 
 
 def _count(arguments: argparse.Namespace) -> None:
-    from megarl.run.data.count import count, count_experts
     from megarl.run.data.filters import selection_of
-    from megarl.run.data.open_run import stored_run
+    from megarl.run.data.open_run import count, count_experts, stored_run
 
     selection, experts = selection_of(arguments.filters, experts=True)
     with stored_run(arguments.run_dir, selection) as opened:

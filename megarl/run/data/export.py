@@ -22,7 +22,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import GREEDY, Task, Trajectory, Turn
 from megarl.run.data.open_run import StoredRun, progress
 from megarl.tasks import ChatTokenizer
-from megarl.tasks.images.inline import data_uri, without_inline_images
+from megarl.tasks.image_rows import data_uri, without_inline_images
 from megarl.tasks.row_files import is_jsonl
 
 PART_BYTES = 2 * 2**20

@@ -10,8 +10,7 @@ from megarl.buffer.order.replay import oldest_replayed
 from megarl.buffer.store import Glance, Selection, StoredGroup
 from megarl.buffer.store.selection import USED
 from megarl.core.errors import ConfigError
-from megarl.run.data.count import HEAD, TrajectoryTally, table
-from megarl.run.data.open_run import StoredRun
+from megarl.run.data.open_run import HEAD, StoredRun, TrajectoryTally, table
 from megarl.weights.checkpoint.training.manifest import finished, in_order, steps_of
 
 REPORTED = ("eval-before", "eval-after")

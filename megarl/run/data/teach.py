@@ -21,22 +21,20 @@ import pyarrow.parquet as pq
 
 from megarl.config import Config, compose, load_resolved
 from megarl.config.algorithms import DistillConfig, KLConfig, teacher_top_k
+from megarl.config.derived import teacher_of, teacher_role
 from megarl.config.lora import LoraConfig
-from megarl.config.model_roles import teacher_of, teacher_role
 from megarl.core.durable import whole
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task, digest_of
 from megarl.learn import algorithms
 from megarl.rewards.teacher_server import score_rows
-from megarl.run.checks.inputs import check_lengths
-from megarl.run.checks.models.distillation import check_servers, check_taught
-from megarl.run.checks.models.vocabulary import check_vocabulary
+from megarl.run.checks.distillation import check_servers, check_taught
+from megarl.run.checks.inputs import check_lengths, check_vocabulary
 from megarl.run.checks.roles import check_role_models, check_role_settings
 from megarl.run.data.open_run import progress
 from megarl.run.process import ports
 from megarl.run.report.data import located
-from megarl.run.run_dir.experts import read_run
-from megarl.run.run_dir.rows import place
+from megarl.run.run_dir.rows import place, read_run
 from megarl.tasks import ChatTokenizer, encode_demonstrations, read_rows, tokenizer_digest
 from megarl.tasks.row_files import read_recipe, write_table
 from megarl.tasks.teacher_scores import COLUMNS, Pair, Score, Scored, columns_of

@@ -18,8 +18,7 @@ import numpy as np
 from megarl.core.errors import ConfigError
 from megarl.core.kept_batches import KeptBatch, kept_steps, path_of
 from megarl.core.schema import Author, Turn
-from megarl.run.data.count import table
-from megarl.run.data.open_run import StoredRun, progress
+from megarl.run.data.open_run import StoredRun, progress, table
 
 AUTHORS: tuple[str, ...] = get_args(Author)
 MODEL = AUTHORS.index("model")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from megarl.buffer.store import sqlite_file
 from megarl.config import Config, to_dict
 from megarl.config.algorithms import AlgorithmConfig
-from megarl.config.buffer import BufferConfig
+from megarl.config.job import BufferConfig
 from megarl.config.schema import (
     CriticConfig,
     ModelConfig,
@@ -26,20 +26,18 @@ from megarl.config.schema import (
 )
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError, InputError, JobError
-from megarl.explore.bench.answers import RESULT, read_result
-from megarl.run.checks.bench import SPLIT, check_place
-from megarl.run.checks.job import check
+from megarl.explore.bench import RESULT, read_result
+from megarl.run.checks.job import SPLIT, check, check_place
 from megarl.run.launch.job import UNFINISHED, run
 from megarl.run.launch.subjects import Subject, short_names, subject_of
 from megarl.run.nodes import gpu_state
-from megarl.run.nodes.allocation import find
 from megarl.run.nodes.fit import planned as described_plan
+from megarl.run.nodes.node import find
 from megarl.run.nodes.plan import NodeInfo
-from megarl.run.process.forkserver import ForkServers
+from megarl.run.process.process import ForkServers
 from megarl.run.report.bench import Measured, table, write_bench
 from megarl.run.run_dir.changes import FREE, Change, changes, described, is_in
-from megarl.run.run_dir.dry_run import no_bytecode
-from megarl.run.run_dir.prepare import prepare_data
+from megarl.run.run_dir.prepare import no_bytecode, prepare_data
 from megarl.run.run_dir.resume import is_finished
 from megarl.run.run_dir.rows import read_split
 

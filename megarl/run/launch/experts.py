@@ -14,12 +14,11 @@ from tqdm import tqdm
 from megarl.buffer.store import ExpertExperience, Store
 from megarl.config import Config
 from megarl.core.errors import ConfigError
-from megarl.run.checks.models.expert_rows import ExpertCheck
+from megarl.run.checks.inputs import ExpertCheck
 from megarl.run.job_store import store_of_run
-from megarl.run.run_dir.experts import RUN, from_source, read_experts, read_run
 from megarl.run.run_dir.prepare import make
-from megarl.run.run_dir.rows import needs_expert_rows
-from megarl.tasks.images.inline import with_inline_images, without_inline_images
+from megarl.run.run_dir.rows import RUN, from_source, needs_expert_rows, read_experts, read_run
+from megarl.tasks.image_rows import with_inline_images, without_inline_images
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Runs a training job from its settings: checks, preparation, attempts, report."""
+"""Runs a training job from its settings: checks, preparation, attempts, and the settings of the next attempt."""
 
 from __future__ import annotations
 
@@ -8,38 +8,45 @@ import secrets
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 
 from megarl.buffer.store import Store
 from megarl.config import Config, save_resolved
-from megarl.core.errors import ConfigError, DiskFullError, FencedError, JobError, MemoryFullError, NonRetryableError
+from megarl.core.errors import (
+    ConfigError,
+    DiskFullError,
+    FencedError,
+    InputError,
+    JobError,
+    MemoryFullError,
+    NonRetryableError,
+)
 from megarl.core.jobs import EXPLORE, ProcessKind, of_program
 from megarl.core.metrics import COMMAND, Timeline
-from megarl.engines.client.auth import KEY_VARIABLE
 from megarl.engines.client.leftovers import remove_stale_folders
+from megarl.engines.client.names import KEY_VARIABLE
 from megarl.learn.algorithms import job_of
 from megarl.learn.memory.phases import OFFLOAD
-from megarl.run.checks.filters import Selected
-from megarl.run.checks.job import check, check_sizes
+from megarl.run.checks.job import check, check_micro_batches, check_sizes
+from megarl.run.checks.tasksets import Selected
 from megarl.run.job_store import job_store, shared_store
 from megarl.run.launch.experts import fill_experts
 from megarl.run.launch.joining import await_run, enter, is_closed, leave
-from megarl.run.launch.micro_batch_budget import MicroBatchBudget
 from megarl.run.nodes import health, node_agent
-from megarl.run.nodes.allocation import Allocation, find, is_loopback
 from megarl.run.nodes.fit import Fit, fit, reductions
-from megarl.run.nodes.node import LocalNode, Node
+from megarl.run.nodes.node import Allocation, LocalNode, Node, find, is_loopback
 from megarl.run.nodes.plan import NodeInfo, table
 from megarl.run.nodes.remote import Gathering, RemoteNode
 from megarl.run.postgres import Server
-from megarl.run.process.forkserver import ForkServers
 from megarl.run.process.interrupt import INTERRUPT, StopRequest
+from megarl.run.process.process import ForkServers
 from megarl.run.process.reaper import Reaper
-from megarl.run.run_dir.changes import changes_since_last_start
+from megarl.run.run_dir.changes import Change, changes_since_last_start
 from megarl.run.run_dir.owner import check_fence, held_locks, next_attempt, own_run_dir, run_id, run_key
 from megarl.run.run_dir.prepare import with_prompt_limit
 from megarl.run.run_dir.resume import (
@@ -58,6 +65,69 @@ from megarl.weights.checkpoint.training.manifest import current_attempt
 from megarl.weights.checkpoint.training.state import latest, read_state
 
 log = logging.getLogger(__name__)
+
+ADVICE = (
+    "lower trainer.max_tokens_per_micro_batch (with trainer.packing=false: trainer.micro_batch_size) or "
+    "rollout.max_response_tokens, take models from the device (trainer.offload, critic.offload, reference.offload, "
+    "reward_model.offload), set model.recompute=selective or full, or use more devices (parallel.tp, parallel.dp)"
+)
+
+
+class MicroBatchBudget:
+    """Token budget of micro-batches, which a job may halve once. A start by hand has the configured budget again."""
+
+    def __init__(self, fits: Callable[[Config], None] = check_micro_batches) -> None:
+        self._fits = fits
+        self._halved: Change | None = None
+
+    def halve(self, config: Config, error: MemoryFullError) -> Config:
+        """Return the settings with half the budget.
+
+        Raises NonRetryableError with the settings to change if the budget was halved before or half is too little.
+        """
+        if self._halved is not None:
+            setting, old, new = self._halved
+            raise NonRetryableError(f"{error}\nout of memory again, with {setting} {old} -> {new}; {ADVICE}") from error
+        try:
+            smaller, self._halved = halved(config, self._fits)
+        except InputError as too_small:
+            raise NonRetryableError(
+                f"{error}\nout of memory, and half the micro-batch is too little: {too_small}. Instead, {ADVICE}"
+            ) from error
+        setting, old, new = self._halved
+        log.warning(
+            "OUT OF MEMORY: the job goes on with %s %d -> %d. Losses and gradients are equal up to the order of "
+            "summation. It is halved once, without counting in cluster.restarts; a resume by hand has %d again",
+            setting,
+            old,
+            new,
+            old,
+        )
+        return smaller
+
+
+def halved(config: Config, fits: Callable[[Config], None] = check_micro_batches) -> tuple[Config, Change]:
+    """Return the settings with half the tokens of a micro-batch (without packing: half the rows), and the change.
+
+    Args:
+        fits: Raises InputError if the run's longest sequence does not fit a micro-batch.
+
+    Raises:
+        InputError: the value is 1, or half does not fit.
+    """
+    trainer = config.trainer
+    if trainer.packing:
+        old, name = trainer.max_tokens_per_micro_batch, "max_tokens_per_micro_batch"
+        trainer = replace(trainer, max_tokens_per_micro_batch=old // 2)
+    else:
+        old, name = trainer.micro_batch_size, "micro_batch_size"
+        trainer = replace(trainer, micro_batch_size=old // 2)
+    if old == 1:
+        raise ConfigError(f"trainer.{name} is 1 already")
+    smaller = replace(config, trainer=trainer)
+    fits(smaller)
+    return smaller, Change(f"trainer.{name}", old, old // 2)
+
 
 OTHERS = 7
 """Connections to the store besides trainer ranks and explorers: supervisor, tools."""

@@ -15,8 +15,7 @@ from megarl.buffer.store import AwaitingReward, GivenReward, Store
 from megarl.config import Config, load_resolved
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward
-from megarl.rewards.shape import check_weights
-from megarl.rewards.verdict import NO_VERDICT, to_verdict, weigh
+from megarl.rewards.verdict import NO_VERDICT, check_weights, to_verdict, weigh
 from megarl.run.job_store import store_of_run
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.row_files import RowLocation, read_table

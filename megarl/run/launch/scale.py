@@ -16,11 +16,11 @@ from megarl.config.rewards import JUDGE_IS_ROLLOUT
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import TRAIN, ProcessKind, of_program
 from megarl.learn.algorithms import job_of
-from megarl.run.checks.devices import check_engine_devices
+from megarl.run.checks.memory import check_engine_devices
 from megarl.run.job_store import store_of_run
 from megarl.run.nodes.plan import workers_of
 from megarl.run.run_dir.owner import held_locks
-from megarl.run.supervise.more_engines import with_engines
+from megarl.run.supervise.engines import with_engines
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.reshard.layouts import vllm_layout
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from megarl.buffer.store import OWN_SERVER, VARIABLE, Store
 from megarl.config import Config
 from megarl.core.errors import ConfigError
-from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.engines.client.names import KEY_VARIABLE
 from megarl.run.local_disk import choose
 from megarl.run.postgres import ADDRESS, Server
 from megarl.run.process.interrupt import StopRequest

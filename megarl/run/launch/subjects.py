@@ -18,10 +18,10 @@ from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.metrics import best_step
 from megarl.core.published import MANIFEST, folder_of, whole_versions
-from megarl.run.run_dir.experts import RUN
+from megarl.run.run_dir.rows import RUN
 from megarl.weights.checkpoint.formats import peft
+from megarl.weights.checkpoint.formats.dist import find_dist
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
-from megarl.weights.checkpoint.formats.megatron.dist import find_dist
 from megarl.weights.checkpoint.formats.output import partial_path
 from megarl.weights.checkpoint.training.manifest import PREFIX, check_finished, exported_step, finished
 
@@ -84,8 +84,7 @@ class Subject:
         from megarl.weights.checkpoint.convert.convert import Settings, convert_megatron_to_hf
 
         if self.adapter is not None:
-            from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
-            from megarl.weights.checkpoint.convert.adapters import merge_adapter
+            from megarl.weights.checkpoint.convert.adapters import AdapterCheckpoint, merge_adapter
 
             log.info("%s: merging %s and %s in %s", self.name, self.path, self.adapter, target)
             adapter = self.adapter
@@ -241,7 +240,7 @@ def _best_step(word: str, run_dir: Path, steps: Collection[int]) -> int:
 
 def _of_checkpoint(name: str, path: Path) -> Subject:
     """Return a finished checkpoint of a whole model, or of adapters to merge into their model."""
-    from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
+    from megarl.weights.checkpoint.convert.adapters import AdapterCheckpoint
 
     try:
         adapter = AdapterCheckpoint.of(path)

@@ -134,7 +134,7 @@ def run_sweep(overrides: Sequence[str], index: int | None, *, check_only: bool, 
     found = combinations(overrides, index, own)
     from megarl.run.checks.job import check
     from megarl.run.launch.job import run
-    from megarl.run.run_dir.dry_run import no_bytecode
+    from megarl.run.run_dir.prepare import no_bytecode
 
     if index is not None and not check_only:
         log.info("combination %d: %s, in %s", index, found[0].slug, found[0].config.run.dir)

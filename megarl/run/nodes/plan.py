@@ -13,7 +13,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job, ProcessKind
 from megarl.learn import algorithms
 from megarl.learn.parallel.grid import role_grids, roles_of
-from megarl.run.nodes.allocation import Role
+from megarl.run.nodes.node import Role
 
 if TYPE_CHECKING:
     from megarl.run.nodes.node import Node

@@ -17,12 +17,11 @@ from typing import Any, Self
 from megarl.buffer.store import VARIABLE
 from megarl.core.errors import ConfigError, JobError
 from megarl.core.processes.heartbeat import START
-from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.engines.client.names import KEY_VARIABLE
 from megarl.run.job_store import without_password
 from megarl.run.nodes import health
-from megarl.run.nodes.allocation import Allocation, Role
-from megarl.run.nodes.channel import Channel, ChannelClosed, greet
-from megarl.run.nodes.node import Spec
+from megarl.run.nodes.node import Allocation, Role, Spec
+from megarl.run.nodes.node_agent import Channel, ChannelClosed, greet
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.process.stacks import ANSWER_S, Account, ProcessHeartbeat
 

@@ -1,7 +1,15 @@
-"""One child process of a job: it has a process group and a log file, and ends when its parent dies."""
+"""One child process of a job, the fork servers that start it, and its liveness.
+
+The command imports what it needs itself and forks these servers. They import the rest while the command checks the job
+(``core/processes/fork.py``).
+
+vLLM's ``/health`` is answered by the HTTP server, even if the core waits forever for a worker. The core's answer may
+take as long as one of its steps.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import signal
@@ -9,18 +17,167 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
-from megarl.core.jobs import kind_of
+from megarl.core.errors import EngineError
+from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.processes import heartbeat
-from megarl.core.processes.fork import Forked
-from megarl.core.processes.machine import kill_group
+from megarl.core.processes.fork import Forked, ForkRoot, ForkServer, loaded_with
+from megarl.core.processes.machine import kill_group, uncollected
 from megarl.core.processes.parent import die_with
-from megarl.run.process.forkserver import ForkServers
-from megarl.run.process.liveness import Probe
-from megarl.run.process.stacks import ProcessHeartbeat, state_of
+from megarl.engines.client.control import EngineControl
+from megarl.run.process.stacks import STOPPED, ProcessHeartbeat, group_state, state_of
+
+COMMON = ("torch", "torch._dynamo", "torch._inductor.standalone_compile", "torch._inductor.lowering")
+"""Modules that vLLM and Megatron-Core both import."""
+PRELOAD: Mapping[ProcessKind, tuple[str, ...]] = {
+    ProcessKind.TRAINER: (
+        "megarl.train.trainer",
+        "megatron.core.dist_checkpointing.strategies.filesystem_async",
+        "megatron.core.models.gpt.gpt_model",
+        "megatron.core.transformer.multi_latent_attention",
+        "transformers.modeling_gguf_pytorch_utils",
+        "pyarrow.parquet",
+    ),
+    ProcessKind.EXPLORER: ("megarl.explore.explorer.explorer",),
+    ProcessKind.ENGINE: (
+        "vllm.entrypoints.launchers.api_server.entry",
+        "vllm.entrypoints.cli.serve",
+        "megarl.engines.sync.receiver",
+        "model_hosting_container_standards.sagemaker",
+        "vllm.distributed.device_communicators.cpu_communicator",
+        "vllm.entrypoints.openai.models.api_router",
+        "vllm.entrypoints.rl.factories",
+        "vllm.entrypoints.serve.instrumentator.metrics",
+        "vllm.entrypoints.serve.lora.api_router",
+        "vllm.entrypoints.serve.profile.api_router",
+        "vllm.model_executor.layers.quantization.online.base",
+        "vllm.renderers.hf",
+        "vllm.v1.attention.backends.cpu_attn",
+        "vllm.v1.core.sched.scheduler",
+        "vllm.v1.engine.async_llm",
+        "vllm.v1.executor.uniproc_executor",
+        "vllm.v1.worker.cpu_worker",
+    ),
+}
+"""Modules to preload for each kind of process, late imports included."""
+
+
+class ForkServers:
+    """Fork servers of a command on this machine, one for each kind of processes.
+
+    Args:
+        threads: ``OMP_NUM_THREADS`` of future processes. OpenMP reads it when torch is imported, so each number needs
+            separate imports.
+        modules: Imported by this process before forking, if all processes have one thread number; the servers then have
+            them already. Their imports must not read variables that differ between the processes.
+    """
+
+    def __init__(self, threads: Sequence[int], modules: Sequence[str] = ()) -> None:
+        numbers = list(dict.fromkeys(threads))
+        if len(numbers) == 1:
+            _import_with(numbers[0], modules)
+        self._roots = {
+            number: ForkRoot(COMMON, {"OMP_NUM_THREADS": str(number)}) for number in numbers if _may_load(number)
+        }
+        self._servers: dict[ProcessKind, ForkServer] = {}
+
+    def preload(self, kind: ProcessKind, environment: Mapping[str, str]) -> None:
+        """Import the modules of a kind of process, with the variables that the imports read. Repeated calls do nothing:
+        a command's jobs need the same modules."""
+        root = self._roots.get(int(environment["OMP_NUM_THREADS"]))
+        if kind in self._servers or root is None:
+            return
+        if (server := root.server(PRELOAD[kind], {**os.environ, **environment})) is not None:
+            self._servers[kind] = server
+
+    def of(self, kind: ProcessKind | None) -> ForkServer | None:
+        """Return the server for a kind; None if there is none."""
+        return None if kind is None else self._servers.get(kind)
+
+    def close(self) -> None:
+        """End the servers; their forked processes go on."""
+        for root in self._roots.values():
+            root.close()
+        for server in self._servers.values():
+            server.close()
+        self._roots, self._servers = {}, {}
+
+
+def _import_with(threads: int, modules: Sequence[str]) -> None:
+    """Import modules with ``OMP_NUM_THREADS``, unless torch was imported with another number."""
+    if not _may_load(threads):
+        return
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    try:
+        with uncollected():
+            for name in modules:
+                import_module(name)
+    finally:
+        del os.environ["OMP_NUM_THREADS"]
+        if before is not None:
+            os.environ["OMP_NUM_THREADS"] = before
+    if "torch" in sys.modules:
+        loaded_with[:] = [str(threads)]
+
+
+def _may_load(threads: int) -> bool:
+    """Return False if OpenMP has already read another number of threads."""
+    return "torch" not in sys.modules or loaded_with == [str(threads)]
+
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+ANSWER_S = 600.0
+"""Timeout in seconds of one request. A pending request does not count as progress; the watchdog's timeout is less."""
+
+
+class Probe:
+    """Probes an engine every second until ``alive`` returns False.
+
+    Args:
+        url: "" for an engine's part without a server: only the states of its processes are checked.
+    """
+
+    def __init__(self, url: str, key: str, group: int, alive: Callable[[], bool]) -> None:
+        self.count = 0
+        """Number of successful probes."""
+        self._url = url
+        self._engine = EngineControl(url, key) if url else None
+        self._group = group
+        self._alive = alive
+        threading.Thread(target=self._run, daemon=True, name=f"probe of {url or group}").start()
+
+    @property
+    def state(self) -> str:
+        """Linux process state of the group's leader; T if any process of the group is stopped."""
+        return group_state(self._group)
+
+    def _run(self) -> None:
+        while self._alive():
+            try:
+                if self.state != STOPPED and self._answers():
+                    self.count += 1
+            except (
+                OSError
+            ) as error:  # e.g. no free descriptor: this thread must go on, or the engine would count as stalled
+                log.warning("the engine at %s cannot be looked at: %s", self._url or "another node's server", error)
+            time.sleep(EVERY_S)
+
+    def _answers(self) -> bool:
+        if self._engine is None:
+            return True
+        try:
+            self._engine.state(ANSWER_S)
+        except EngineError:
+            return False
+        return True
+
 
 TAIL_BYTES = 65536
 TAIL_LINES = 20

@@ -9,7 +9,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from megarl.buffer.experience.intervals import Interval
+from megarl.buffer.experience.held_out import Interval
 from megarl.config import Config
 from megarl.core.durable import write_text
 from megarl.run.report import comparison

@@ -10,10 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megarl.buffer.experience.held_out import pass_at, sizes
-from megarl.buffer.experience.intervals import Interval, interval, paired
-from megarl.buffer.experience.majority import majority_at
-from megarl.explore.bench.answers import ModelAnswers, TaskAnswers
+from megarl.buffer.experience.held_out import Interval, interval, majority_at, paired, pass_at, sizes
+from megarl.explore.bench import ModelAnswers, TaskAnswers
 
 OVERALL = "all"
 SCORE = "mean score"

@@ -14,10 +14,9 @@ from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.metrics import COMMAND
 from megarl.learn.memory.ledger import human
 from megarl.learn.memory.phases import Phase
-from megarl.run.report import excluded, offline, svg
+from megarl.run.report import offline, svg, text
 from megarl.run.report.data import Answer, ReportData, changed_settings, load
-from megarl.run.report.pieces import CSS, HATCH, PIECES
-from megarl.run.report.png import reward_png, share_axis
+from megarl.run.report.pieces import CSS, HATCH, PIECES, reward_png, share_axis
 from megarl.run.report.text import (
     VERDICTS,
     accuracy,
@@ -227,7 +226,7 @@ def _charts(run: ReportData) -> Markup:
 
 def _excluded(run: ReportData) -> Markup:
     """Return the table of excluded samples by reason, and the messages about dropped groups."""
-    head, *body = excluded.table(run)
+    head, *body = text.table(run)
     if not body:
         return Markup()
     cards = PIECES.card(PIECES.table(head, body, numeric=range(2, len(head))))

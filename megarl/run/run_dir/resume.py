@@ -11,11 +11,11 @@ from pathlib import Path
 from megarl.buffer.store import Store, sqlite_file
 from megarl.buffer.store.database import is_pending, shown
 from megarl.config import Config, load_resolved
-from megarl.config.model_roles import ROLES
+from megarl.config.derived import ROLES
 from megarl.core.durable import exists, write_text
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.core.schema import Task
-from megarl.explore.bench.answers import RESULT
+from megarl.explore.bench import RESULT
 from megarl.learn import algorithms
 from megarl.run.run_dir.changes import (
     Change,
@@ -28,8 +28,8 @@ from megarl.run.run_dir.changes import (
 )
 from megarl.run.run_dir.owner import run_id
 from megarl.run.run_dir.rows import place
+from megarl.weights.checkpoint.formats.dist import COMMON, DistFiles, keeps_common_state
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER
-from megarl.weights.checkpoint.formats.megatron.dist import COMMON, DistFiles, keeps_common_state
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import (
     LATEST,

@@ -15,7 +15,7 @@ from megarl.buffer.store import Store
 from megarl.config import Config, save_resolved
 from megarl.core.errors import FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import PROGRAM, STOPPED, ProcessKind, kind_of, logs_of
-from megarl.engines.client.auth import KEY_VARIABLE
+from megarl.engines.client.names import KEY_VARIABLE
 from megarl.engines.fleet import EngineRow, Replacements
 from megarl.learn.algorithms import job_of
 from megarl.run.nodes.node import LocalNode, Node, NotStarted, Process, Spec, Started, on_every_node
@@ -24,8 +24,15 @@ from megarl.run.postgres import Server
 from megarl.run.process import ports
 from megarl.run.process.interrupt import StopRequest
 from megarl.run.run_dir.owner import check_fence
-from megarl.run.supervise.engines import LOOK_OFTEN_S, LOOK_S, EngineSupervisor, RowsInStore, first_rows
-from megarl.run.supervise.more_engines import MoreEngines, room_for_engines
+from megarl.run.supervise.engines import (
+    LOOK_OFTEN_S,
+    LOOK_S,
+    EngineSupervisor,
+    MoreEngines,
+    RowsInStore,
+    first_rows,
+    room_for_engines,
+)
 from megarl.run.supervise.process_specs import Addresses, resolved, specs
 from megarl.run.supervise.process_units import SETTLE_S, Units, ending, failed, is_engine
 from megarl.run.supervise.watchdog import Watchdog

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from megarl.config.bounds import Bound
 from megarl.core.errors import ConfigError
 from megarl.tasks.generators.entries import Entries, Entry
-from megarl.tasks.images.rows import PLACEHOLDER
+from megarl.tasks.image_rows import PLACEHOLDER
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw

@@ -1,5 +1,7 @@
-"""Entries of a generator: questions with their answers, and the answers of a careless teacher. reasoning-gym's own are
-here."""
+"""Entries of a generator: questions with their answers; a user's own generator.
+
+reasoning-gym's own are here.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,14 @@ import hashlib
 import itertools
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from megarl.config.bounds import Bound
-from megarl.core.errors import ConfigError
-from megarl.core.reasoning import reasoning_gym
+from megarl.core.errors import ConfigError, describe
+from megarl.core.imports import import_value, reasoning_gym
+from megarl.tasks.image_rows import PLACEHOLDER
 
 
 @dataclass(frozen=True)
@@ -139,3 +143,54 @@ def slipped(text: str) -> str:
     """The last digit one too high: 27 -> 28, -19 -> -10, 4.7 pens -> 4.8 pens."""
     place = max(at for at, character in enumerate(text) if character.isdigit())
     return text[:place] + str((int(text[place]) + 1) % 10) + text[place + 1 :]
+
+
+TEXTS = ("question", "answer", "response", "slip", "data_source", "ability")
+
+
+def is_file(name: str) -> bool:
+    """Return True if ``taskset.generate`` names a file instead of one of megarl's generators."""
+    return name.endswith(".py")
+
+
+def digest(path: str) -> str:
+    """Return the file's digest: rows made by another version are stale."""
+    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+
+
+def load(path: str) -> Generator:
+    """``GENERATOR`` of a file, whose entries are checked as they are drawn. Raises ConfigError naming what the file
+    lacks."""
+    where = f"taskset.generate={path}"
+    generator = import_value(path, "taskset.generate", "GENERATOR", Generator)
+    if not all(isinstance(value, int) for value in generator.options.values()):
+        raise ConfigError(f"{where}: GENERATOR.options must be names and whole numbers, got {dict(generator.options)}")
+    return replace(generator, entries=lambda seed, options: _checked(generator, path, seed, options))
+
+
+def _checked(generator: Generator, path: str, seed: int, options: Mapping[str, int]) -> Entries:
+    where = f"taskset.generate={path}"
+    try:
+        for entry in generator.entries(seed, options):
+            if entry is not None:
+                _check(entry, where)
+            yield entry
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{where}: {describe(error, path, generator.entries)}") from error
+
+
+def _check(entry: Entry, where: str) -> None:
+    if not isinstance(entry, Entry):
+        raise ConfigError(f"{where} must yield megarl.tasks.Entry or None, got a {type(entry).__name__}")
+    for name in TEXTS:
+        if not isinstance(value := getattr(entry, name), str):
+            raise ConfigError(f"{where}: Entry.{name} must be a text, got {value!r}")
+    if not isinstance(entry.images, tuple) or not all(isinstance(image, bytes) for image in entry.images):
+        raise ConfigError(f"{where}: Entry.images must be a tuple of files' bytes, got {entry.images!r:.60}")
+    if entry.images and entry.question.count(PLACEHOLDER) != len(entry.images):
+        raise ConfigError(
+            f"{where}: Entry.question must have as many {PLACEHOLDER} as there are images ({len(entry.images)}), got "
+            f"{entry.question!r}"
+        )

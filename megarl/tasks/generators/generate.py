@@ -17,8 +17,7 @@ from typing import Any, get_args
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
-from megarl.tasks.columns import Kind
-from megarl.tasks.generators import drawings, guess, school, user
+from megarl.tasks.generators import drawings, entries, school
 from megarl.tasks.generators.entries import (
     ARITHMETIC,
     OPTION_BOUNDS,
@@ -31,7 +30,7 @@ from megarl.tasks.generators.entries import (
 )
 from megarl.tasks.preferences import write_preferences
 from megarl.tasks.row_files import is_json
-from megarl.tasks.rows import write_rows
+from megarl.tasks.rows import Kind, write_rows
 
 MAX_DRY_DRAWS = 50_000
 """Consecutive draws without a new question after which a file's size counts as unreachable (half a second)."""
@@ -120,7 +119,7 @@ def recipe(
     return {
         **({} if kind == "tasks" else {"kind of rows": kind}),  # files of earlier versions have tasks and no such entry
         "taskset.generate": name,
-        **({"its code": user.digest(name)} if user.is_file(name) else {}),
+        **({"its code": entries.digest(name)} if entries.is_file(name) else {}),
         "taskset.seed": seed,
         **{f"taskset.{other}_size": size for other, size in sizes.items() if other != "expert" or split == "expert"},
         **{f"taskset.options.{option}": value for option, value in settings.items()},
@@ -133,7 +132,7 @@ GENERATORS = {
     "math": Generator(school.math, SUMS),
     "k12": Generator(school.k12, SUMS),
     "code": Generator(school.code, SUMS),
-    "guess": Generator(guess.guess, guess.OPTIONS),
+    "guess": Generator(school.guess, school.OPTIONS),
     "shapes": Generator(drawings.shapes, drawings.OPTIONS, drawings.BOUNDS),
 }
 
@@ -141,8 +140,8 @@ GENERATORS = {
 def generator_of(name: str) -> Generator:
     """Return the generator named by ``taskset.generate``: megarl's, or a Python file's. Raises ConfigError for an
     unknown one."""
-    if user.is_file(name):
-        return user.load(name)
+    if entries.is_file(name):
+        return entries.load(name)
     if name not in GENERATORS:
         raise ConfigError(
             f"taskset.generate={name!r} is not known;{_nearest(name, GENERATORS)} known: {', '.join(GENERATORS)}, or a "

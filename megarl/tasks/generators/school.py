@@ -1,4 +1,4 @@
-"""Questions for megarl's own verifiers, small enough for a model from scratch: mathematics, school questions, programs.
+"""Questions for megarl's own verifiers, and guessing games.
 
 All are made of reasoning-gym's sums. What is asked about a sum, in which words and with which options, follows from the
 sum itself: one that is held out is held out in every form.
@@ -158,3 +158,28 @@ def _check_terms(name: str, settings: Mapping[str, int], most: int) -> None:
             f"taskset.options: {name} takes sums of 2 to {most} terms, got {settings['min_terms']} to "
             f"{settings['max_terms']}"
         )
+
+
+GAMES = 10_000
+OPTIONS = {"max_number": 9, "numbers": 7, "tries": 3}
+"""Options and their defaults: the largest number, how many numbers a question names, the most guesses."""
+
+
+def guess(seed: int, settings: Mapping[str, int]) -> Entries:
+    """Ranges with a hidden number: ``Game 7. Guess 2 to 8: higher or lower?`` A teacher guesses any of the numbers.
+
+    Raises ConfigError where fewer than two numbers are named, or more than there are.
+    """
+    most, numbers, tries = settings["max_number"], settings["numbers"], settings["tries"]
+    if not 2 <= numbers <= most + 1 or tries < 1:
+        raise ConfigError(
+            f"taskset.options: guess takes 2 to max_number + 1 numbers and at least 1 of tries, got {dict(settings)}"
+        )
+    dice = random.Random(seed)
+    while True:
+        low = dice.randint(0, most + 1 - numbers)
+        high = low + numbers - 1
+        question = f"Game {dice.randrange(GAMES)}. Guess {low} to {high}: higher or lower?"
+        first, second = dice.sample(range(low, high + 1), 2)
+        hidden = random.Random(question).randint(low, high)
+        yield Entry(question, str(hidden), str(first), str(second), "guess", "game", {"tries": tries})

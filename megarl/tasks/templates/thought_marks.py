@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from megarl.core.thoughts import CLOSE, OPEN
+from megarl.core.text import CLOSE, OPEN
 
 
 class ThoughtMarks(NamedTuple):

@@ -22,10 +22,9 @@ from megarl.config import Config
 from megarl.core.durable import read_json
 from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Message, Preference, Task
-from megarl.tasks.images.rows import chat_messages
+from megarl.tasks.image_rows import chat_messages
 from megarl.tasks.row_files import place_of
-from megarl.tasks.templates.shown import Messages
-from megarl.tasks.templates.template import IDENTIFIERS, ChatTemplate, read_template
+from megarl.tasks.templates.template import IDENTIFIERS, ChatTemplate, Messages, read_template
 from megarl.tasks.templates.thought_marks import thought_marks
 from megarl.tasks.tools.functions import template_tools
 

@@ -11,7 +11,7 @@ import numpy as np
 from megarl.core.errors import DataError
 from megarl.core.schema import Message
 from megarl.core.text import without_surrogates
-from megarl.tasks.templates.shown import Messages
+from megarl.tasks.templates.template import Messages
 from megarl.tasks.templates.tokenizer import PROBE, ChatTokenizer
 
 PIECE = 2**14

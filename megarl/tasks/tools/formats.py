@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.core.thoughts import split_thought
-from megarl.tasks.tools.argument_types import Parameters, parameters_of
+from megarl.core.text import split_thought
 from megarl.tasks.tools.call_formats import (
     Found,
+    Parameters,
     ToolCall,
     deepseek_calls,
     function_calls,
@@ -23,6 +23,7 @@ from megarl.tasks.tools.call_formats import (
     llama3_calls,
     mistral_calls,
     named_json_calls,
+    parameters_of,
     python_calls,
 )
 

@@ -14,9 +14,8 @@ from typing import Any
 
 from megarl.core.errors import SandboxError
 from megarl.core.text import without_surrogates
-from megarl.sandbox.box import START_S, Box, read
 from megarl.sandbox.interface import MIB, Limits
-from megarl.sandbox.local import LocalSandbox
+from megarl.sandbox.local import START_S, Box, LocalSandbox, read
 
 PROGRAM = Path(__file__).with_name("session_inside.py").read_text()
 LATE_S = 2.0

@@ -15,8 +15,7 @@ from megarl.config.algorithms import AlgorithmConfig, teacher_top_k
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import FinishReason, Outcome, Trajectory, WeightsVersion
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.algorithms.terms.reduction import Tokens
-from megarl.learn.algorithms.terms.token_parts import repeated
+from megarl.learn.algorithms.terms.reduction import Tokens, repeated
 from megarl.learn.batching import Sequences, StepShare
 from megarl.learn.models.teaching import TeacherDistributions
 from megarl.train.batch.accounts import NONE, Amount, Excluded

@@ -17,7 +17,7 @@ from megarl.core.schema import ImagesAt, Task, file_digest
 from megarl.learn.batching import Sequences
 from megarl.learn.batching.images import Image, Vision, images_of
 from megarl.tasks import ChatTokenizer, encode_demonstrations
-from megarl.tasks.images.processor import Processor
+from megarl.tasks.image_processor import Processor
 
 PATCH_BYTES = 2**28
 """Maximum bytes of cached patches: several models process an image of a step, several times."""

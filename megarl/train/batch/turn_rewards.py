@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from megarl.buffer.experience import by_group
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.schema import Trajectory, Turn
 from megarl.learn.algorithms import Algorithm

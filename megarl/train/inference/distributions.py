@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from megarl.config.algorithms import DivergenceConfig
-from megarl.config.model_roles import path_of, teacher_role
+from megarl.config.derived import path_of, teacher_role
 from megarl.config.schema import TeacherConfig
-from megarl.learn.algorithms.terms.token_parts import repeated
+from megarl.learn.algorithms.terms.reduction import repeated
 from megarl.learn.batching import Sequences
 from megarl.learn.models.teaching import (
     DivergenceFromTeachers,

@@ -14,7 +14,7 @@ from megarl.config.algorithms import reads_distribution
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Trajectory, name_of
 from megarl.learn.algorithms import Algorithm
-from megarl.learn.algorithms.terms.token_parts import repeated
+from megarl.learn.algorithms.terms.reduction import repeated
 from megarl.learn.batching import Sequences, StepShare, dealt, of_demonstrations, score_positions
 from megarl.learn.batching.images import Images
 from megarl.learn.memory.phases import Phase
@@ -26,7 +26,7 @@ from megarl.train.batch.samples import WithArrays
 from megarl.train.inference.distributions import Distributions, scored_at_urls, teacher_heads
 from megarl.train.inference.models import Models
 from megarl.train.rank.ranks import on_all_ranks
-from megarl.weights.checkpoint.formats.score_pad import score_pad
+from megarl.weights.checkpoint.formats.hf_source import score_pad
 
 _PHASES = {"old_logp": Phase.OLD_LOGP, "ref_logp": Phase.REF_LOGP, "values": Phase.VALUES}
 """Field of ``Sequences`` -> phase of inference that fills it."""

@@ -20,8 +20,8 @@ from typing import Literal, NamedTuple
 import torch
 
 from megarl.config import Config
+from megarl.config.derived import path_of, sections_of, teacher_role
 from megarl.config.lora import LoraConfig
-from megarl.config.model_roles import path_of, sections_of, teacher_role
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Outcome, name_of
@@ -32,7 +32,7 @@ from megarl.learn.memory.phases import Phase
 from megarl.learn.parallel import process_groups
 from megarl.learn.training.adapters import share_base
 from megarl.learn.training.model import Grid, Model, TrainedModel, WithoutAdapters, micro_batching_for
-from megarl.learn.training.optimizer_digests import check_written
+from megarl.learn.training.optimizer import check_written
 from megarl.learn.training.role_adapters import role_lora, shares_base
 from megarl.learn.training.schedule import Head
 from megarl.train.batch.images import ImageInputs

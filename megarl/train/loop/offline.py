@@ -16,7 +16,7 @@ from megarl.buffer.order.draws import data_seed, numbers_of_step
 from megarl.config.algorithms import reads_distribution
 from megarl.core.metrics import OFFLINE_CONSOLE, PrintedSteps, mean_of_sums
 from megarl.core.schema import Task
-from megarl.learn.algorithms.terms.token_parts import repeated
+from megarl.learn.algorithms.terms.reduction import repeated
 from megarl.learn.batching import Sequences, likeliest_tokens, of_demonstrations, score_positions
 from megarl.learn.memory.phases import Phase
 from megarl.learn.models.teaching import TeacherDistributions, TeacherHead
@@ -30,7 +30,7 @@ from megarl.train.inference.distributions import taught
 from megarl.train.inference.models import trains_scores
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.rank.state import TrainState
-from megarl.weights.checkpoint.formats.score_pad import score_pad
+from megarl.weights.checkpoint.formats.hf_source import score_pad
 
 
 @dataclass(frozen=True)

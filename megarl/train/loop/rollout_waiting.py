@@ -11,10 +11,10 @@ from megarl.buffer.store import Store
 from megarl.core.processes import heartbeat
 from megarl.rewards.pool.tally import EVENT
 from megarl.train.loop.checkpoints import Checkpointer
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rollout.awaited import Awaited
+from megarl.train.rank.state import RunContext
+from megarl.train.rollout.found import Awaited
 from megarl.train.sync.weights import WeightSync
 
 MEET_S = 30.0

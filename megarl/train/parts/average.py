@@ -8,11 +8,10 @@ from pathlib import Path
 import torch
 
 from megarl.config import Config
-from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.learn.training.optimizer import whole_digests
 from megarl.train.inference.models import Models
 from megarl.train.part import Part
-from megarl.train.rank.context import RunContext
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.sync.last_published import SentWeights
 from megarl.train.sync.probe import probe_text
 

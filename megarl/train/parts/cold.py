@@ -15,19 +15,17 @@ from megarl.buffer.store import Store
 from megarl.core.errors import EngineError, WeightsDiffer, WeightSyncError
 from megarl.core.processes import heartbeat
 from megarl.core.schema import WeightsVersion
-from megarl.engines.client.auth import KEY_VARIABLE
 from megarl.engines.client.control import EngineControl
-from megarl.engines.client.names import COLD_FOLDER, cold_mark
+from megarl.engines.client.names import COLD_FOLDER, KEY_VARIABLE, cold_mark
 from megarl.engines.client.probe import Probed, ProbeText, mean_share
 from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
 from megarl.learn.memory.phases import Phase
 from megarl.train.inference.models import Models
-from megarl.train.memory.phase_memory import PhaseMemory
+from megarl.train.memory import PhaseMemory
 from megarl.train.part import Metrics, Part
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.weights import WeightSync
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from megarl.buffer.store import Store
-from megarl.train.memory.phase_memory import PhaseMemory
+from megarl.train.memory import PhaseMemory
 from megarl.train.part import Part, StepData
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Ranks
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.publish import WeightPublisher

@@ -10,12 +10,11 @@ import torch
 from megarl.core.durable import write_text
 from megarl.planner.accelerators import DEVICES, Device
 from megarl.planner.predict import predict
-from megarl.planner.response_lengths import Lengths
+from megarl.planner.rollout import Lengths
 from megarl.planner.work import JobPlan, StepWork
 from megarl.train.inference.models import Models
 from megarl.train.part import Metrics, Part
-from megarl.train.rank.context import RunContext
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 
 FILE = "prediction.json"
 

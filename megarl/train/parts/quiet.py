@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.train.part import Part
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.awaited import Awaited
+from megarl.train.rollout.found import Awaited
 from megarl.train.rollout.rollouts import Wait
 from megarl.train.sync.weights import WeightSync
 

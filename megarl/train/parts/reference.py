@@ -5,7 +5,7 @@ from __future__ import annotations
 from megarl.config import Config
 from megarl.learn.memory.phases import Phase
 from megarl.train.inference.models import Models
-from megarl.train.memory.phase_memory import PhaseMemory
+from megarl.train.memory import PhaseMemory
 from megarl.train.part import Part
 from megarl.train.rank.state import TrainState
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from megarl.buffer.store import Store
 from megarl.config import Config
-from megarl.core.truncation import TruncationWarning
+from megarl.core.text import TruncationWarning
 from megarl.train.batch.accounts import account_line
 from megarl.train.part import Metrics, Part
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 
 
 class TruncationLine(Part):

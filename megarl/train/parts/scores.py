@@ -8,7 +8,7 @@ from megarl.core.metrics import spread
 from megarl.learn.memory.phases import Phase
 from megarl.train.inference.inference import model_scores
 from megarl.train.inference.models import Models
-from megarl.train.memory.phase_memory import PhaseMemory
+from megarl.train.memory import PhaseMemory
 from megarl.train.part import Part, StepData
 from megarl.train.rank.reporter import Reporter
 from megarl.train.rank.state import TrainState

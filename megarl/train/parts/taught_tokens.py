@@ -13,7 +13,7 @@ import torch
 
 from megarl.config import Config
 from megarl.config.algorithms import DistillConfig
-from megarl.core.thoughts import CLOSE, OPEN, as_written, opens_thinking
+from megarl.core.text import CLOSE, OPEN, as_written, opens_thinking
 from megarl.learn.batching import Sequences
 from megarl.tasks import ChatTokenizer
 from megarl.train.batch.batch import StepBatch

@@ -8,11 +8,10 @@ from dataclasses import replace
 import torch
 
 from megarl.config import Config
-from megarl.config.model_roles import teacher_of, teachers_at
+from megarl.config.derived import teacher_of, teachers_at
 from megarl.config.schema import TeacherConfig
 from megarl.core.schema import TEACHER, Trajectory
-from megarl.learn.algorithms.terms.reduction import Tokens
-from megarl.learn.algorithms.terms.token_parts import repeated
+from megarl.learn.algorithms.terms.reduction import Tokens, repeated
 from megarl.train.batch.batch import StepBatch
 from megarl.train.part import Metrics, Part, StepData
 from megarl.train.rank.state import TrainState

@@ -13,15 +13,14 @@ import psutil
 from tqdm import tqdm
 
 from megarl.buffer.store import NOTHING_USED, Store, Used
-from megarl.buffer.store.workers import BusyTime
+from megarl.buffer.store.engines import BusyTime
 from megarl.config import Config, to_dict
 from megarl.core.jobs import ProcessKind
 from megarl.core.kept_batches import KeptBatch, forget_after, path_of
 from megarl.core.metrics import CONSOLE, DROPPED, MetricWriter, Timeline, console_line
 from megarl.core.text import Repeats
 from megarl.learn import algorithms
-from megarl.train.rank.context import RunContext
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.tracking import RunInfo, open_trackers
 
 SILENCE_S = 40.0

@@ -11,9 +11,8 @@ from megarl.buffer.order.group_choice import TaskChoice
 from megarl.buffer.order.pacing import Pacing, choose
 from megarl.buffer.order.replay import ReplayChoice
 from megarl.buffer.store import Store, UnusedGroup
-from megarl.train.rank.context import RunContext
-from megarl.train.rank.state import TrainState
-from megarl.train.rollout.awaited import Awaited, Published, rollout_id, rollout_of, whole
+from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.rollout.found import Awaited, Published, rollout_id, rollout_of, whole
 from megarl.train.rollout.group_part import GroupPart
 
 

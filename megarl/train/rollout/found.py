@@ -1,15 +1,49 @@
-"""Groups found for a step so far, and the account of all samples made for it."""
+"""Rollouts that a trainer waits for, and the groups found for a step so far."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megarl.buffer.experience import Report, Verified, by_group
 from megarl.buffer.order.replay import Replayed
-from megarl.buffer.store import Used
-from megarl.core.schema import Trajectory
+from megarl.buffer.store import Store, Used
+from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.train.batch.accounts import NONE, Amount, Excluded, SampleAccount, sum_of
+
+
+class Published(NamedTuple):
+    """Weights published last."""
+
+    version: WeightsVersion
+    step: int
+    """Number of training steps in these weights."""
+
+
+class Awaited(NamedTuple):
+    """Progress of a wait."""
+
+    done: int
+    total: int
+    complete: bool
+
+
+def whole(store: Store, rollout: str, *, awaiting: bool = False) -> Awaited:
+    """Return a rollout's progress in groups; ``awaiting``: count groups that lack only late rewards as done."""
+    done, total = store.rollouts.progress(rollout, awaiting=awaiting)
+    return Awaited(done, total, done == total and store.rollouts.is_complete(rollout, awaiting=awaiting))
+
+
+def rollout_id(step: int, extra: int = 0) -> str:
+    """Return the id of a training rollout."""
+    return f"train-{step:06d}" + (f"-{extra}" if extra else "")
+
+
+def rollout_of(group_id: str) -> str:
+    """Return the rollout id of a group."""
+    return group_id.rpartition("/")[0]
+
 
 SURPLUS = "surplus"
 """Reason to drop a group beyond ``trainer.tasks_per_step``."""

@@ -13,8 +13,7 @@ from megarl.buffer.store import Store, UnusedGroup
 from megarl.config import Config
 from megarl.core.schema import Trajectory
 from megarl.train.rank.state import TrainState
-from megarl.train.rollout.awaited import Awaited
-from megarl.train.rollout.found import FoundGroups
+from megarl.train.rollout.found import Awaited, FoundGroups
 from megarl.train.rollout.reading import RolloutReader
 
 

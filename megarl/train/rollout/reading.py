@@ -17,14 +17,14 @@ from megarl.buffer.experience import by_group
 from megarl.buffer.order.draws import ExpertRow
 from megarl.buffer.order.replay import Replayed
 from megarl.buffer.store import PART_BYTES, OutlineRow, Store, is_outline, outlines_of, with_arrays
-from megarl.config.model_roles import teacher_of
+from megarl.config.derived import teacher_of
 from megarl.config.schema import TeacherConfig
 from megarl.core.errors import JobError, MegarlError, describe
 from megarl.core.processes import heartbeat
 from megarl.core.schema import Trajectory, WeightsVersion, file_digest
 from megarl.engines.sync.shared import machine
 from megarl.tasks import ChatTokenizer, encode_demonstrations
-from megarl.tasks.images.inline import without_inline_images
+from megarl.tasks.image_rows import without_inline_images
 from megarl.train.rollout.spool import Spool, Spooled, unspooled
 
 log = logging.getLogger(__name__)

@@ -17,13 +17,11 @@ from megarl.buffer.store import Store, Used
 from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.learn.algorithms import Algorithm
 from megarl.train.batch.accounts import SampleAccount
-from megarl.train.rank.context import RunContext
 from megarl.train.rank.ranks import Stopped
 from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
+from megarl.train.rank.state import RunContext, TrainState
 from megarl.train.rollout.asking import Asking, GroupRequests, InAdmissionOrder, InCompletionOrder
-from megarl.train.rollout.awaited import Awaited, Published, rollout_of
-from megarl.train.rollout.found import FoundGroups
+from megarl.train.rollout.found import Awaited, FoundGroups, Published, rollout_of
 from megarl.train.rollout.group_part import GroupServices
 from megarl.train.rollout.group_parts import group_parts_of
 from megarl.train.rollout.reading import RolloutReader

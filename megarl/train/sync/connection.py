@@ -15,12 +15,11 @@ from typing import Any, Protocol
 from megarl.config.schema import Config
 from megarl.core.errors import WeightSyncError
 from megarl.core.processes import heartbeat
-from megarl.engines.client.addresses import JobAddresses
 from megarl.engines.client.control import EngineControl
+from megarl.engines.client.names import JobAddresses
 from megarl.engines.fleet import EngineRow, Fleet
-from megarl.engines.sync.bucket_memory import memory_file
 from megarl.engines.sync.link import LinkAddress
-from megarl.engines.sync.shared import Places, SharedMemorySender, machine
+from megarl.engines.sync.shared import Places, SharedMemorySender, machine, memory_file
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.train.sync.engine_parts import EnginePlans, PartOfEngines, partners_of, parts_of, places_of
 from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results

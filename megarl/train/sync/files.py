@@ -17,7 +17,7 @@ from megarl.core.processes import heartbeat
 from megarl.core.published import FOLDER, PublishedWeights, folder_of, remove_old
 from megarl.core.schema import WeightsVersion
 from megarl.engines.client.probe import ProbeText
-from megarl.learn.training.optimizer_digests import check_written
+from megarl.learn.training.optimizer import check_written
 from megarl.train.sync.publication import SyncReport
 from megarl.weights.checkpoint.formats.hf import export_hf
 from megarl.weights.checkpoint.training.disk_space import writing

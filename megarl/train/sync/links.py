@@ -8,9 +8,8 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from megarl.engines.sync.bucket_memory import DeviceMemory, HostMemory, MemoryFile
 from megarl.engines.sync.link import Backend, EngineLinks, LinkAddress, first_workers, join_groups
-from megarl.engines.sync.shared import Places, SharedMemorySender
+from megarl.engines.sync.shared import DeviceMemory, HostMemory, MemoryFile, Places, SharedMemorySender
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 
 from megarl.buffer.store import Store
-from megarl.buffer.store.workers import Silence
+from megarl.buffer.store.engines import Silence
 from megarl.core.errors import EngineError
 from megarl.engines.client.control import EngineControl
 from megarl.engines.fleet import EngineRow, EngineStatus, Fleet

@@ -15,16 +15,16 @@ from dataclasses import replace
 
 import torch
 
-from megarl.config.lengths import context_tokens, prompt_tokens
+from megarl.config.derived import context_tokens, prompt_tokens
 from megarl.config.schema import Config
 from megarl.core.errors import WeightSyncError
 from megarl.engines.client.probe import DECODED, PROBE_TOLERANCES, FarText, ProbeText
 from megarl.learn.batching import Sequences
 from megarl.learn.training.model import Model
-from megarl.learn.training.optimizer_digests import whole_digests
+from megarl.learn.training.optimizer import whole_digests
 from megarl.learn.training.schedule import Head
 from megarl.train.sync.last_published import SentWeights
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.adapters import TOWER, Adapted
 from megarl.weights.reshard.layout import Layout
 

@@ -17,7 +17,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.engines.client.control import Pause
 from megarl.engines.client.probe import ProbeText
 from megarl.engines.fleet import Key
-from megarl.learn.training.optimizer_digests import check_written
+from megarl.learn.training.optimizer import check_written
 from megarl.train.sync.connection import EngineConnection
 from megarl.train.sync.engine_parts import PartOfEngines
 from megarl.train.sync.look import lost

@@ -21,10 +21,10 @@ from megarl.engines.client.probe import ProbeText
 from megarl.learn.memory.phases import Phase
 from megarl.learn.training.model import Model
 from megarl.train.inference.models import Models
-from megarl.train.memory.phase_memory import PhaseMemory
-from megarl.train.rank.context import RunContext
+from megarl.train.memory import PhaseMemory
 from megarl.train.rank.ranks import Ranks, Stopped
 from megarl.train.rank.reporter import Reporter
+from megarl.train.rank.state import RunContext
 from megarl.train.sync.last_published import SentDigests, SentWeights
 from megarl.train.sync.probe import probe_text, test_adapter
 from megarl.train.sync.publication import Delivery

@@ -12,8 +12,7 @@ import torch
 from megarl.config import Config
 from megarl.core.errors import WeightsDiffer
 from megarl.core.schema import Outcome, name_of
-from megarl.learn.algorithms.terms.reduction import Tokens, Totals
-from megarl.learn.algorithms.terms.token_parts import counts, repeated
+from megarl.learn.algorithms.terms.reduction import Tokens, Totals, counts, repeated
 from megarl.learn.batching import Sequences
 from megarl.train.batch.batch import StepBatch
 

@@ -12,17 +12,17 @@ from functools import partial
 import torch
 
 from megarl.buffer.experience import with_group_stats
-from megarl.buffer.experience.groups import group_stats
+from megarl.buffer.experience.operators import group_stats
 from megarl.buffer.order.draws import ExpertRow
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, reads_distribution
-from megarl.config.model_roles import teachers_at
+from megarl.config.derived import teachers_at
 from megarl.config.schema import TeacherConfig
 from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.schema import GroupStats, Trajectory, WeightsVersion
 from megarl.learn.algorithms import Algorithm, StepInput
-from megarl.learn.algorithms.terms import kl
-from megarl.learn.algorithms.terms.token_parts import counts
+from megarl.learn.algorithms.terms import token_rewards
+from megarl.learn.algorithms.terms.reduction import counts
 from megarl.learn.memory.phases import Phase
 from megarl.learn.training import objectives
 from megarl.learn.training.model import TrainedModel
@@ -102,10 +102,10 @@ class Learner:
         if config.kl.target is not None and sequences.old_logp is not None and sequences.ref_logp is not None:
             metrics["actor/kl_coef"] = config.kl.coef
             kept = batch.kept(sequences.sampled)
-            distance = kl.totals(sequences.old_logp, sequences.ref_logp, kept, config.kl.estimator)
+            distance = token_rewards.totals(sequences.old_logp, sequences.ref_logp, kept, config.kl.estimator)
             # A frozen actor does not measure the coefficient, nor does a step without tokens in the loss.
             if not self.critic_alone(state) and distance.number:
-                state = replace(state, kl_coef=kl.adapted(distance.mean, len(batch.outcomes), config.kl))
+                state = replace(state, kl_coef=token_rewards.adapted(distance.mean, len(batch.outcomes), config.kl))
             metrics["actor/kl_measured"] = distance.mean
         return state, metrics
 

@@ -4,37 +4,16 @@ from __future__ import annotations
 
 from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures import megatron_config
-from megarl.weights.architectures.deepseek_v2 import DEEPSEEK_V2
-from megarl.weights.architectures.deepseek_v3 import DEEPSEEK_V3
-from megarl.weights.architectures.dots1 import DOTS1
-from megarl.weights.architectures.ernie4_5 import ERNIE4_5
-from megarl.weights.architectures.ernie4_5_moe import ERNIE4_5_MOE
-from megarl.weights.architectures.exaone4 import EXAONE4
+from megarl.weights.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, KIMI_K2, SOLAR_OPEN
+from megarl.weights.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
 from megarl.weights.architectures.gemma3_text import GEMMA3_TEXT
-from megarl.weights.architectures.glm4 import GLM4
-from megarl.weights.architectures.glm4_moe import GLM4_MOE
-from megarl.weights.architectures.glm4_moe_lite import GLM4_MOE_LITE
+from megarl.weights.architectures.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from megarl.weights.architectures.gpt_oss import GPT_OSS
-from megarl.weights.architectures.granite import GRANITE
-from megarl.weights.architectures.hunyuan_v1_dense import HUNYUAN_V1_DENSE
-from megarl.weights.architectures.kimi_k2 import KIMI_K2
-from megarl.weights.architectures.llama import LLAMA
+from megarl.weights.architectures.llama import GRANITE, HUNYUAN_V1_DENSE, LLAMA, PHI3, SMOLLM3
 from megarl.weights.architectures.minimax_m2 import MINIMAX_M2
-from megarl.weights.architectures.ministral3 import MINISTRAL3
-from megarl.weights.architectures.mistral import MISTRAL
-from megarl.weights.architectures.mixtral import MIXTRAL
-from megarl.weights.architectures.olmo2 import OLMO2
-from megarl.weights.architectures.olmo3 import OLMO3
-from megarl.weights.architectures.olmoe import OLMOE
-from megarl.weights.architectures.phi3 import PHI3
-from megarl.weights.architectures.qwen2 import QWEN2
-from megarl.weights.architectures.qwen2_5_vl import QWEN2_5_VL
-from megarl.weights.architectures.qwen2_moe import QWEN2_MOE
-from megarl.weights.architectures.qwen3 import QWEN3
-from megarl.weights.architectures.qwen3_moe import QWEN3_MOE
-from megarl.weights.architectures.seed_oss import SEED_OSS
-from megarl.weights.architectures.smollm3 import SMOLLM3
-from megarl.weights.architectures.solar_open import SOLAR_OPEN
+from megarl.weights.architectures.mistral import MINISTRAL3, MISTRAL, MIXTRAL
+from megarl.weights.architectures.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
+from megarl.weights.architectures.qwen import QWEN2, QWEN2_5_VL, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
 from megarl.weights.architectures.table import Architecture, Head, HFConfig, ModelSizes, Shape
 
 __all__ = ["ARCHITECTURES", "Architecture", "HFConfig", "Head", "ModelSizes", "Shape", "architecture"]

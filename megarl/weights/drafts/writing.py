@@ -8,8 +8,7 @@ from typing import Any
 
 from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures.table import Logical, Param, Shard, Stage
-from megarl.weights.drafts.keys import arguments, logits_of, passed_over
-from megarl.weights.drafts.rows import Draft, draft_of
+from megarl.weights.drafts.matches import Draft, arguments, draft_of, logits_of, passed_over
 from megarl.weights.drafts.tiny import SMALL, TOKENS, stored_tensors, tiny_model
 
 

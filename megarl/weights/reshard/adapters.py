@@ -23,8 +23,7 @@ from megarl.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.errors import ConfigError, first_of
 from megarl.weights.architectures import Head, HFConfig, architecture
 from megarl.weights.architectures.table import Op, Stage, hf_name
-from megarl.weights.reshard.boxes import Shape
-from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Split
+from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Shape, Split
 
 WEIGHT = ".weight"
 SCORE = "score.weight"

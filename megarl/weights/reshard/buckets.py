@@ -11,11 +11,9 @@ from typing import NamedTuple
 import torch
 
 from megarl.core.errors import ConfigError, first_of
-from megarl.weights.reshard import boxes
-from megarl.weights.reshard.boxes import Box
-from megarl.weights.reshard.layout import Layout
-from megarl.weights.reshard.plan import Move, ReshardPlan
-from megarl.weights.reshard.wants import Kind
+from megarl.weights.reshard import layout as boxes
+from megarl.weights.reshard.layout import Box, Layout
+from megarl.weights.reshard.plan import Kind, Move, ReshardPlan
 
 _ALIGNMENT = 16
 """Alignment in bytes; every dtype may be viewed at a multiple of it."""

@@ -1,11 +1,11 @@
-"""Copy weights between models in the same processes: actor to critic, actor to reference.
+"""Copy weights between models in the same processes, over one torch.distributed group.
 
 The models may have different grids over the same ranks, different dtypes, and different tensors listed in ``left_out``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -14,10 +14,46 @@ from torch import distributed as dist
 
 from megarl.core.errors import PlanError, WeightSyncError, first_of
 from megarl.weights.reshard.buckets import wire_dtype
-from megarl.weights.reshard.execute import Digests, Transport, compare, digests_of, exchange, merge
+from megarl.weights.reshard.execute import Digests, Transport, Work, compare, digests_of, exchange, merge
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.plan import ReshardPlan, build_plan
-from megarl.weights.reshard.transport import GroupTransport
+
+
+@dataclass(frozen=True)
+class Received:
+    """An arrival in the receiver's memory; ``release`` has nothing to do."""
+
+    work: Work
+    message: torch.Tensor
+
+    def wait(self) -> torch.Tensor:
+        self.work.wait()
+        return self.message
+
+    def release(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class GroupTransport:
+    """Point-to-point within ``group`` (``None``: the default group); plan ranks are ranks of that group."""
+
+    group: dist.ProcessGroup | None = None
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+    def isend(self, message: torch.Tensor, rank: int) -> Work:
+        work = dist.isend(message, group=self.group, group_dst=rank)
+        assert work is not None, "this process is not in the group"
+        return work
+
+    def irecv(self, nbytes: int, rank: int, spare: Callable[[], torch.Tensor]) -> Received:
+        memory = spare()
+        work = dist.irecv(memory, group=self.group, group_src=rank)
+        assert work is not None, "this process is not in the group"
+        return Received(work, memory[:nbytes])
+
 
 HEADS = ("lm_head.weight", "score.weight")
 """Tensors that a critic and an actor do not share."""

@@ -24,14 +24,13 @@ import torch
 
 from megarl.core.errors import PlanError, WeightsDiffer, WeightSyncError
 from megarl.core.processes import heartbeat
-from megarl.core.processes.out_of_memory import is_out_of_memory
+from megarl.core.processes.machine import is_out_of_memory
 from megarl.ops import digest_values, slice_digests
-from megarl.weights.reshard import boxes
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.adapter_proof import ProvenTensors
 from megarl.weights.reshard.adapters import Adapted
-from megarl.weights.reshard.boxes import Box, Shape
 from megarl.weights.reshard.buckets import HEADER, Bucket, BucketSlice, buckets_of, numbered
-from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layout import Box, Layout, Shape
 from megarl.weights.reshard.plan import Move, ReshardPlan
 
 SliceKey = tuple[str, str, Box]

@@ -1,20 +1,115 @@
-"""A layout is a table: it maps pieces of logical tensors to positions in local tensors of ranks.
+"""A layout is a table: it maps boxes of logical tensors to positions in local ones.
+
+A box is one half-open interval (lo, hi) per axis. Every function here is pure and independent of models.
 
 It can be read by rank (:meth:`Layout.pieces`) and by tensor (:meth:`Layout.copies`). Both are computed on demand, so a
 rank of a large job processes only its part.
+
+A share is described along the one axis that tensor parallelism splits; all other axes are whole.
+
+Sources: Megatron-Core 0.16.1 ``transformer/attention.py`` (``get_query_key_value_tensors``: heads interleaved per query
+group), ``tensor_parallel/layers.py``; vLLM 0.32.0 ``model_executor/layers/linear.py`` (``QKVParallelLinear``),
+``vocab_parallel_embedding.py`` (64 rows padding).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import NamedTuple
 
 from megarl.core.errors import PlanError
-from megarl.weights.reshard import boxes
-from megarl.weights.reshard.boxes import Box, Shape
+from megarl.weights.architectures.table import ModelSizes, Op, Shard
+
+Shape = tuple[int, ...]
+Box = tuple[tuple[int, int], ...]
+
+
+def whole(shape: Shape) -> Box:
+    """The box of all elements of a tensor."""
+    return tuple((0, extent) for extent in shape)
+
+
+def shape_of(box: Box) -> Shape:
+    """Extents of a box."""
+    return tuple(hi - lo for lo, hi in box)
+
+
+def start_of(box: Box) -> Shape:
+    """First index of a box along each axis."""
+    return tuple(lo for lo, _ in box)
+
+
+def volume(box: Box) -> int:
+    """Number of elements."""
+    return prod(hi - lo for lo, hi in box)
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """Common elements, or ``None``."""
+    out = []
+    for (a_lo, a_hi), (b_lo, b_hi) in zip(a, b, strict=True):
+        lo, hi = max(a_lo, b_lo), min(a_hi, b_hi)
+        if lo >= hi:
+            return None
+        out.append((lo, hi))
+    return tuple(out)
+
+
+def contains(outer: Box, inner: Box) -> bool:
+    """True if ``inner`` is inside ``outer``."""
+    return len(outer) == len(inner) and all(o[0] <= i[0] <= i[1] <= o[1] for o, i in zip(outer, inner, strict=True))
+
+
+def at(start: Shape, extents: Shape) -> Box:
+    """Box of ``extents`` at ``start``. Extra leading axes of ``start`` are single indices (experts of a stack)."""
+    lead = len(start) - len(extents)
+    return tuple((s, s + (1 if axis < lead else extents[axis - lead])) for axis, s in enumerate(start))
+
+
+def index_of(start: Shape, extents: Shape) -> tuple[int | slice, ...]:
+    """Index for the view of shape ``extents`` at ``start``; leading single indices are dropped."""
+    lead = len(start) - len(extents)
+    return (*start[:lead], *(slice(s, s + n) for s, n in zip(start[lead:], extents, strict=True)))
+
+
+def shifted(start: Shape, by: Shape) -> Shape:
+    """``start`` moved by an offset within a box; leading single indices stay unchanged."""
+    lead = len(start) - len(by)
+    return (*start[:lead], *(s + d for s, d in zip(start[lead:], by, strict=True)))
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """Indices of two boxes that share an element, or ``None``. Sweeps along axis 0: disjoint rows cost O(n log n)."""
+    order = sorted(range(len(boxes)), key=lambda i: boxes[i])
+    active: list[int] = []
+    for i in order:
+        active = [j for j in active if boxes[j][0][1] > boxes[i][0][0]]
+        for j in active:
+            if intersect(boxes[i], boxes[j]) is not None:
+                return j, i
+        active.append(i)
+    return None
+
+
+def split(box: Box, limit: int) -> Iterator[Box]:
+    """Split a box, in row-major order, into boxes of at most ``limit`` elements: by rows, and within long rows."""
+    if volume(box) <= limit:
+        yield box
+        return
+    (lo, hi), rest = box[0], box[1:]
+    row = volume(rest)
+    if row <= limit:
+        step = limit // row
+        for a in range(lo, hi, step):
+            yield ((a, min(a + step, hi)), *rest)
+        return
+    for a in range(lo, hi):
+        for tail in split(rest, limit):
+            yield ((a, a + 1), *tail)
 
 
 class Piece(NamedTuple):
@@ -30,7 +125,7 @@ class Piece(NamedTuple):
 
     @property
     def local_box(self) -> Box:
-        return boxes.at(self.at, boxes.shape_of(self.box))
+        return at(self.at, shape_of(self.box))
 
 
 class Padding(NamedTuple):
@@ -103,7 +198,7 @@ class LayoutRow(NamedTuple):
 
     def pieces(self, share: int) -> Iterable[Piece]:
         """Pieces of logical tensors in a share."""
-        before, after = boxes.whole(self.shape[: self.axis]), boxes.whole(self.shape[self.axis + 1 :])
+        before, after = whole(self.shape[: self.axis]), whole(self.shape[self.axis + 1 :])
         head, tail = (*self.lead, *(0 for _ in before)), tuple(0 for _ in after)
         for part, lo, hi, at in self.splits[share].spans:
             yield Piece(self.parts[part], (*before, (lo, hi), *after), self.local, (*head, at, *tail))
@@ -114,7 +209,7 @@ class LayoutRow(NamedTuple):
         if split.used == split.size:
             return None
         lead = tuple((i, i + 1) for i in self.lead)
-        before, after = boxes.whole(self.shape[: self.axis]), boxes.whole(self.shape[self.axis + 1 :])
+        before, after = whole(self.shape[: self.axis]), whole(self.shape[self.axis + 1 :])
         return Padding(self.local, (*lead, *before, (split.used, split.size), *after))
 
 
@@ -227,7 +322,7 @@ class Layout:
             if shapes.setdefault(row.local, shape) != shape:
                 raise PlanError(f"{where}: {row.local} would have shape {shapes[row.local]} and {shape}")
             for piece in row.pieces(share):
-                if not boxes.contains(boxes.whole(self.tensors[piece.tensor]), piece.box):
+                if not contains(whole(self.tensors[piece.tensor]), piece.box):
                     raise PlanError(
                         f"{where}: {piece} reaches outside {piece.tensor} of shape {self.tensors[piece.tensor]}"
                     )
@@ -236,7 +331,7 @@ class Layout:
             if padding is not None:
                 regions[row.local].append((padding.box, "padding"))
         for local, shape in shapes.items():
-            check_tiling(f"{where}: {local}", boxes.whole(shape), regions[local])
+            check_tiling(f"{where}: {local}", whole(shape), regions[local])
 
 
 def check_tiling(what: str, target: Box, regions: list[tuple[Box, str]]) -> None:
@@ -244,15 +339,99 @@ def check_tiling(what: str, target: Box, regions: list[tuple[Box, str]]) -> None
     if len(regions) == 1 and regions[0][0] == target:
         return
     for box, source in regions:
-        if not boxes.contains(target, box):
+        if not contains(target, box):
             raise PlanError(f"{what}{list(target)} is written outside its bounds, at {list(box)} by {source}")
-    clash = boxes.first_overlap([box for box, _ in regions])
+    clash = first_overlap([box for box, _ in regions])
     if clash is not None:
         a, b = (regions[i] for i in clash)
         raise PlanError(f"{what} is written twice: {list(a[0])} by {a[1]} and {list(b[0])} by {b[1]}")
-    covered = sum(boxes.volume(box) for box, _ in regions)
-    if covered != boxes.volume(target):
+    covered = sum(volume(box) for box, _ in regions)
+    if covered != volume(target):
         raise PlanError(
-            f"{what} is not wholly written: {covered} of its {boxes.volume(target)} elements, from "
-            f"{[s for _, s in regions]}"
+            f"{what} is not wholly written: {covered} of its {volume(target)} elements, from {[s for _, s in regions]}"
         )
+
+
+@dataclass(frozen=True)
+class Sharder:
+    """Rules of one engine for splitting; ``vocab`` is the padded vocabulary."""
+
+    sizes: ModelSizes
+    vocab: int
+    interleaved: bool
+    """Interleave heads per query group (Megatron) instead of three blocks (vLLM)."""
+
+    def splits(self, op: Op, shard: Shard, shapes: tuple[Shape, ...], ways: int) -> tuple[Split, ...]:
+        """All ``ways`` shares of a tensor with parts of these shapes."""
+        if shard is Shard.VOCAB:
+            return tuple(_vocab(self.sizes.vocab, self.vocab, ways, k) for k in range(ways))
+        if op is Op.QKV:
+            cut = _query_groups if self.interleaved else _head_blocks
+            return tuple(cut(self.sizes, ways, k) for k in range(ways))
+        if shard is Shard.FIRST:
+            return tuple(_first(shapes[0][0], k) for k in range(ways))
+        axis = shard_axis(shard, shapes[0])
+        return tuple(_even([shape[axis] for shape in shapes], ways, k) for k in range(ways))
+
+
+def shard_axis(shard: Shard, shape: Shape) -> int:
+    return len(shape) - 1 if shard is Shard.ROW else 0
+
+
+def _even(extents: list[int], ways: int, k: int) -> Split:
+    """Split every part into equal runs; concatenate the share's runs."""
+    spans: list[AxisSpan] = []
+    at = 0
+    for part, extent in enumerate(extents):
+        each = extent // ways
+        spans.append(AxisSpan(part, k * each, (k + 1) * each, at))
+        at += each
+    return Split(at, at, tuple(spans))
+
+
+def _first(extent: int, k: int) -> Split:
+    return Split(extent, 0, ()) if k else Split(extent, extent, (AxisSpan(0, 0, extent, 0),))
+
+
+def _vocab(vocab: int, padded: int, ways: int, k: int) -> Split:
+    each = padded // ways
+    lo, hi = k * each, min((k + 1) * each, vocab)
+    return Split(each, max(hi - lo, 0), (AxisSpan(0, lo, hi, 0),) if hi > lo else ())
+
+
+def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
+    """Megatron: each query group is its query heads, then its key head, then its value head. All groups together are
+    split into equal runs of rows. With more shares than groups, a share has part of a group."""
+    head, queries = sizes.head, sizes.heads // sizes.kv_heads * sizes.head
+    each = (sizes.q + 2 * sizes.kv) // ways
+    lo, hi = k * each, (k + 1) * each
+    spans: list[AxisSpan] = []
+    group_rows = queries + 2 * head
+    for group in range(lo // group_rows, -(-hi // group_rows)):
+        start = group * group_rows
+        for part, extent in enumerate((queries, head, head)):
+            a, b = max(start, lo), min(start + extent, hi)
+            if a < b:
+                first = group * extent + a - start
+                spans.append(AxisSpan(part, first, first + b - a, a - lo))
+            start += extent
+    return Split(each, each, tuple(spans))
+
+
+def _head_blocks(sizes: ModelSizes, ways: int, k: int) -> Split:
+    """vLLM: the share's query heads, then its key heads, then its value heads. With more shares than key/value heads,
+    each of these heads is on ``ways / kv_heads`` neighbouring shares."""
+    queries = sizes.q // ways
+    if ways >= sizes.kv_heads:
+        keys, first = sizes.head, k // (ways // sizes.kv_heads)
+    else:
+        keys, first = sizes.kv // ways, k
+    return Split(
+        queries + 2 * keys,
+        queries + 2 * keys,
+        (
+            AxisSpan(0, k * queries, (k + 1) * queries, 0),
+            AxisSpan(1, first * keys, (first + 1) * keys, queries),
+            AxisSpan(2, first * keys, (first + 1) * keys, queries + keys),
+        ),
+    )

@@ -1,6 +1,6 @@
 """Existing layouts: Megatron-Core's grid, its checkpoints, vLLM's fused shards, and plain HF files.
 
-All come from the tables of ``megarl.weights.architectures``; ``sharding.py`` splits tensors, ``grid.py`` sets owners.
+All come from the tables of ``megarl.weights.architectures``; ``layout.py`` splits tensors, ``grid.py`` sets owners.
 """
 
 from __future__ import annotations
@@ -24,10 +24,19 @@ from megarl.weights.architectures.table import (
     parts_of,
 )
 from megarl.weights.megatron_private import mtp_inner
-from megarl.weights.reshard.boxes import Shape
 from megarl.weights.reshard.grid import MegatronGrid, check_grid, shares_heads
-from megarl.weights.reshard.layout import AxisSpan, Layout, LayoutRow, Owners, Padding, Piece, Split
-from megarl.weights.reshard.sharding import Sharder, shard_axis
+from megarl.weights.reshard.layout import (
+    AxisSpan,
+    Layout,
+    LayoutRow,
+    Owners,
+    Padding,
+    Piece,
+    Shape,
+    Sharder,
+    Split,
+    shard_axis,
+)
 
 __all__ = [
     "VOCAB_MULTIPLE",

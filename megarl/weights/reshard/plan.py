@@ -1,4 +1,6 @@
-"""A transfer plan: the intersection of the source ranks' elements with the destination ranks' needs.
+"""A transfer plan: the elements that destination ranks need, and the source rank that sends each.
+
+Pure geometry: chooses no sender.
 
 Pure and deterministic: every process builds the same plan from the two layouts, without a device or a process group,
 and ``fingerprint`` verifies it. Everything is computed on demand: for its moves a rank processes only its tensors.
@@ -8,17 +10,186 @@ Source and destination ranks are separate numberings; a transport maps them to p
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 from megarl.core.errors import PlanError
-from megarl.weights.reshard.boxes import Box, Shape
-from megarl.weights.reshard.copy_shares import Share, cut, shares_of
-from megarl.weights.reshard.layout import Layout, Owners
-from megarl.weights.reshard.wants import Kind, RankWants, Want, Wants
+from megarl.weights.reshard.layout import (
+    Box,
+    Copy,
+    Layout,
+    Owners,
+    Piece,
+    Shape,
+    check_tiling,
+    intersect,
+    shifted,
+    volume,
+)
+
+
+class Want(NamedTuple):
+    """Elements ``box`` of one destination piece, available from any rank of the copy."""
+
+    piece: Piece
+    copy: Copy
+    box: Box
+    copies: int
+    """Index into ``RankWants.sets`` of the set of ranks that have it."""
+    start: int
+    size: int
+    """Number of elements; ``start`` elements of other wants from the same ranks come before it."""
+    src_at: Shape
+    dst_at: Shape
+
+
+class RankWants(NamedTuple):
+    """Wants of one kind of destination rank, in the order of its pieces."""
+
+    wants: list[Want]
+    sets: list[tuple[int, ...]]
+    """Sets of source ranks."""
+    totals: list[int]
+    """Number of elements wanted from each set."""
+
+
+Kind = tuple[tuple[Owners, int], ...]
+"""Parts of a layout on a rank: ranks of one kind have the same content."""
+
+
+class Wants:
+    """Wants of the ranks of ``destination``, matched with ``source``; computed once for each kind of rank."""
+
+    def __init__(self, source: Layout, destination: Layout) -> None:
+        self._source, self._destination = source, destination
+        self._known_copies: dict[str, tuple[Copy, ...]] = {}
+        self._known_wants: dict[Kind, RankWants] = {}
+
+    def of_kind(self, dst: int) -> RankWants:
+        """All wants of a destination rank, cached for all ranks of the same kind."""
+        kind = self._destination.kind(dst)
+        if kind not in self._known_wants:
+            self._known_wants[kind] = self.of(dst)
+        return self._known_wants[kind]
+
+    def of(self, dst: int, tensors: Collection[str] | None = None, sender: int | None = None) -> RankWants:
+        """Intersect a destination rank's pieces with the source's boxes, and check that they tile each piece.
+
+        With ``sender``, only boxes (of ``tensors``) on this source rank, without the check: other ranks have the rest.
+        """
+        wants: list[Want] = []
+        numbers: dict[tuple[int, ...], int] = {}
+        totals: list[int] = []
+        for row, share in self._destination.rows_of(dst):
+            if tensors is not None and not any(part in tensors for part in row.parts):
+                continue
+            for piece in row.pieces(share):
+                hits = [
+                    (copy, common)
+                    for copy in self._copies(piece.tensor)
+                    if (common := intersect(copy.box, piece.box)) is not None
+                ]
+                if sender is None and not (len(hits) == 1 and hits[0][1] == piece.box):
+                    check_tiling(
+                        f"{piece.tensor} of {self._source.name} into {piece.local} on rank {dst} of "
+                        f"{self._destination.name}",
+                        piece.box,
+                        [(common, f"source piece {list(copy.box)}") for copy, common in hits],
+                    )
+                for copy, common in hits:
+                    if sender is None or sender in copy.ranks:
+                        number = numbers.setdefault(copy.ranks, len(totals))
+                        if number == len(totals):
+                            totals.append(0)
+                        size = volume(common)
+                        src_at = shifted(copy.at, _offset(common, copy.box))
+                        dst_at = shifted(piece.at, _offset(common, piece.box))
+                        wants.append(Want(piece, copy, common, number, totals[number], size, src_at, dst_at))
+                        totals[number] += size
+        return RankWants(wants, list(numbers), totals)
+
+    def _copies(self, tensor: str) -> tuple[Copy, ...]:
+        """Distinct source boxes of a tensor in order; for a box in two places (a tied output weight), the first."""
+        found = self._known_copies.get(tensor)
+        if found is None:
+            by_box: dict[Box, Copy] = {}
+            for copy in self._source.copies(tensor):
+                by_box.setdefault(copy.box, copy)
+            found = self._known_copies[tensor] = tuple(by_box[box] for box in sorted(by_box))
+        return found
+
+
+def _offset(inner: Box, outer: Box) -> Shape:
+    return tuple(i[0] - o[0] for i, o in zip(inner, outer, strict=True))
+
+
+class Share(NamedTuple):
+    """Elements that a source rank sends to several destination ranks, up to the next share."""
+
+    start: int
+    """Position of the first element in the sequence wanted from the same copies."""
+    src: int
+    dsts: tuple[int, ...]
+    """Destination ranks, ascending, that receive these elements from ``src``."""
+
+
+def shares_of(dst: int, takers: Sequence[int], copies: Sequence[int], total: int) -> list[Share]:
+    """Return the shares, in order, in which ``dst`` receives ``total`` elements.
+
+    Each of n copies serves the same number of the R takers completely. The needs of the R % n other takers are laid end
+    to end on a circle, divided evenly among the copies. So all copies send equally much, up to one element. A taker
+    uses as few copies as possible, and no copy has an element in two of its shares.
+
+    Args:
+        takers: Destination ranks, ascending, that need the same elements from the same copies; includes ``dst``.
+        copies: Source ranks that have the elements.
+    """
+    whole, left = divmod(len(takers), len(copies))
+    first_left = whole * len(copies)
+    arcs = [-(-number * left * total // len(copies)) for number in range(len(copies) + 1)]
+    own, found = takers.index(dst), list[Share]()
+    for start in sorted({arc % total for arc in arcs}):
+        on_circle = (own - first_left) * total + start
+        number = own // whole if own < first_left else bisect_right(arcs, on_circle) - 1
+        dsts = tuple(takers[number * whole : (number + 1) * whole])
+        lap = -(-(arcs[number] - start) // total)  # the only lap in which the copy's arc may have the element
+        if lap * total + start < arcs[number + 1]:
+            dsts += (takers[first_left + lap],)
+        if not found or found[-1][1:] != (copies[number], dsts):
+            found.append(Share(start, copies[number], dsts))
+    return found
+
+
+def cut(want: Want, shares: Sequence[Share]) -> Iterator[tuple[Want, Share]]:
+    """Split a want along axis 0, at whole rows, where shares meet."""
+    end = want.start + want.size
+    number = bisect_right(shares, want.start, key=lambda share: share.start) - 1
+    if number + 1 == len(shares) or shares[number + 1].start >= end:
+        yield want, shares[number]
+        return
+    (origin, high), rest = want.box[0], want.box[1:]
+    row = volume(rest)
+    low = origin
+    while low < high:
+        border = shares[number + 1].start if number + 1 < len(shares) else end
+        upper = high if border >= end else min(origin + (border - want.start + row // 2) // row, high)
+        if low < upper:
+            by = (low - origin, *(0 for _ in rest))
+            yield (
+                want._replace(
+                    box=((low, upper), *rest),
+                    size=(upper - low) * row,
+                    src_at=shifted(want.src_at, by),
+                    dst_at=shifted(want.dst_at, by),
+                ),
+                shares[number],
+            )
+            low = upper
+        number += 1
 
 
 class Move(NamedTuple):

@@ -1,6 +1,10 @@
-"""Loss of sampled tokens, and its metrics: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t).
+"""Loss of sampled tokens, its metrics, and the off-policy correction between sampling engine and trainer.
 
-w_t by ``aggregation`` (``terms.py``), v_t by ``correction`` (``correction.py``), KL and entropy by ``ops/policy.py``.
+r_t = exp(old_logp_t − engine_logp_t), C = ``correction_cap``
+truncate: min(r, C), truncated importance sampling
+mask: r, and 0 outside [1/C, C]; such tokens stay in the denominator and keep their KL and entropy terms
+
+w_t by ``aggregation`` (``terms.py``), v_t by ``correction`` (``surrogate.py``), KL and entropy by ``ops/policy.py``.
 """
 
 from __future__ import annotations
@@ -12,10 +16,40 @@ import torch
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
-from megarl.learn.algorithms.terms.correction import correction
 from megarl.learn.algorithms.types import Loss, LossInput
 from megarl.ops import PolicyLoss, policy_loss
 from megarl.ops.policy import K3_MOST, kl_estimates
+
+Metrics = dict[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+def correction(batch: LossInput, config: AlgorithmConfig) -> tuple[torch.Tensor | None, Metrics]:
+    """Return (weights [T], ``logp``'s dtype, no gradient; metrics with verl's names); (None, {}) without correction.
+
+    ``rollout_is_mean`` is the mean of r, 1 in expectation if the policies are equal; ``weight_mean`` is the mean of the
+    applied weights.
+    """
+    if config.correction == "none":
+        return None, {}
+    if batch.old_logp is None or batch.engine_logp is None:
+        raise ConfigError(
+            f"algorithm.correction={config.correction} needs old_logp and engine_logp; the algorithm must list "
+            "old_logp in its needs"
+        )
+    mask, cap = batch.mask, config.correction_cap
+    ratio = terms.masked((batch.old_logp.double() - batch.engine_logp.double()), mask).detach().exp()
+    high, low = mask & (ratio > cap), mask & (ratio < 1.0 / cap)
+    weight = ratio.clamp(max=cap) if config.correction == "truncate" else ratio.masked_fill(high | low, 0.0)
+    count = mask.sum()
+    metrics = {
+        "rollout_corr/rollout_is_mean": ((ratio * mask).sum(), count),
+        "rollout_corr/rollout_is_ratio_fraction_high": (high.sum(), count),
+        "rollout_corr/rollout_is_ratio_fraction_low": (low.sum(), count),
+        "rollout_corr/weight_mean": ((weight * mask).sum(), count),
+    }
+    if config.correction == "mask":
+        metrics["rollout_corr/rollout_rs_masked_fraction"] = ((high | low).sum(), count)
+    return weight.to(batch.logp.dtype), metrics
 
 
 def clipped(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megarl.buffer.experience.pipeline import lacks_reward
 from megarl.config import Config
 from megarl.config.algorithms import teacher_top_k
-from megarl.config.model_roles import teacher_of
+from megarl.config.derived import teacher_of
 from megarl.core.schema import Trajectory
 from megarl.train.rollout.group_part import GroupPart
 from megarl.train.rollout.reading import RolloutReader

@@ -167,7 +167,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _convert(arguments: argparse.Namespace) -> int:
     from megarl.weights.checkpoint.convert import adapters, convert
-    from megarl.weights.checkpoint.convert.adapter_checkpoint import AdapterCheckpoint
+    from megarl.weights.checkpoint.convert.adapters import AdapterCheckpoint
 
     settings = _settings(arguments)
     difference = None
@@ -250,7 +250,7 @@ def _settings(arguments: argparse.Namespace) -> Settings:
 def _inspect(arguments: argparse.Namespace) -> int:
     import torch
 
-    from megarl.weights.checkpoint.convert.inspect import inspect_checkpoint, render
+    from megarl.weights.checkpoint.convert.verify import inspect_checkpoint, render
 
     found = inspect_checkpoint(
         arguments.source,

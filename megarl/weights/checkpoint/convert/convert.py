@@ -27,16 +27,13 @@ from megarl.weights.checkpoint.convert.open_checkpoint import (
     open_dist_checkpoint,
     open_hf_checkpoint,
 )
-from megarl.weights.checkpoint.convert.stream import Digests, OutFile, Region, Transfer, add
+from megarl.weights.checkpoint.convert.stream import Count, Digests, OutFile, Region, Transfer, add, each
 from megarl.weights.checkpoint.convert.targets import DistTarget, HFTarget, Target, file_size
-from megarl.weights.checkpoint.convert.threads import Count, each
 from megarl.weights.checkpoint.convert.verify import check_written
 from megarl.weights.checkpoint.formats.hf_source import small_files
-from megarl.weights.checkpoint.formats.output import Finished, OutputDirectory
+from megarl.weights.checkpoint.formats.output import FORMAT, Finished, OutputDirectory
 from megarl.weights.checkpoint.formats.overwrite import check_replaceable, check_target, named_target
-from megarl.weights.checkpoint.formats.slices import Source
-from megarl.weights.checkpoint.formats.target_manifest import FORMAT
-from megarl.weights.checkpoint.formats.values import warn_of_casts
+from megarl.weights.checkpoint.formats.slices import Source, warn_of_casts
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE, MegatronGrid
 from megarl.weights.reshard.plan import build_plan
 

@@ -13,8 +13,18 @@ import torch
 from megarl.core.errors import ArchitectureError, CheckpointError, first_of
 from megarl.weights.architectures import Head as TableHead
 from megarl.weights.architectures import architecture
-from megarl.weights.checkpoint.formats.fp8 import Dequantised
-from megarl.weights.checkpoint.formats.hf_files import HFFiles
+from megarl.weights.checkpoint.formats.dist import (
+    ADAPTER,
+    METADATA,
+    NOT_MODEL,
+    DistFiles,
+    Stored,
+    find_dist,
+    missing_elements,
+    shared_chunk,
+)
+from megarl.weights.checkpoint.formats.dist_write import adapt, is_known
+from megarl.weights.checkpoint.formats.hf_files import Dequantised, Divided, HFFiles
 from megarl.weights.checkpoint.formats.hf_source import (
     EMBEDDING,
     HF_FOLDER,
@@ -28,19 +38,7 @@ from megarl.weights.checkpoint.formats.hf_source import (
     open_hf,
     read_hf_config,
 )
-from megarl.weights.checkpoint.formats.megatron.dist import (
-    ADAPTER,
-    METADATA,
-    NOT_MODEL,
-    DistFiles,
-    Stored,
-    find_dist,
-    missing_elements,
-    shared_chunk,
-)
-from megarl.weights.checkpoint.formats.megatron.keys import adapt, is_known
-from megarl.weights.checkpoint.formats.tensor_parts import Divided
-from megarl.weights.checkpoint.formats.values import check_dtypes
+from megarl.weights.checkpoint.formats.slices import check_dtypes
 from megarl.weights.checkpoint.training.manifest import check_finished
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import dist_layout, hf_layout

@@ -1,22 +1,61 @@
-"""Executes a plan between two checkpoints in files: reads slices, casts, sums digests and yields bytes in the order of
-the target's files. Memory is a few blocks for each worker, independent of tensor sizes."""
+"""Executes a plan between two checkpoints in files, distributed over threads.
+
+Reading, casting, digests and writing all release the GIL.
+
+Memory is a few blocks for each worker, independent of tensor sizes.
+"""
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from megarl.core.errors import CheckpointError
 from megarl.ops import slice_digest
-from megarl.weights.checkpoint.formats.slices import BoxIndex, Source
-from megarl.weights.checkpoint.formats.values import value_fault
-from megarl.weights.reshard import boxes
-from megarl.weights.reshard.boxes import Box
+from megarl.weights.checkpoint.formats.slices import BoxIndex, Source, value_fault
+from megarl.weights.reshard import layout
+from megarl.weights.reshard.layout import Box
 from megarl.weights.reshard.plan import Move, ReshardPlan
+
+T = TypeVar("T")
+Count = Callable[[int], None]
+"""Adds finished bytes to the progress; raises if another worker has failed."""
+
+
+def each(
+    what: str, items: Sequence[T], act: Callable[[T, Count], None], *, total: int, workers: int, progress: bool = True
+) -> None:
+    """Run ``act`` for every item; the first error stops all. ``total``: bytes that all items count together."""
+    lock, stop = threading.Lock(), threading.Event()
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None if progress else True)
+
+    def count(size: int) -> None:
+        if stop.is_set():
+            raise _Stopped
+        with lock:
+            bar.update(size)
+
+    # One torch thread per worker: the workers are the parallelism.
+    pool = ThreadPoolExecutor(max(workers, 1), initializer=torch.set_num_threads, initargs=(1,))
+    try:
+        for future in as_completed([pool.submit(act, item, count) for item in items]):
+            future.result()
+    finally:
+        stop.set()
+        pool.shutdown(cancel_futures=True)
+        bar.close()
+
+
+class _Stopped(Exception):
+    """Another worker failed; never visible outside, because that worker's error is raised first."""
+
 
 BLOCK_ELEMENTS = 4 << 20
 _IN_FLIGHT = 64 << 20
@@ -66,7 +105,7 @@ class Transfer:
         self.shapes = plan.destination.local_shapes(0)
         moves: dict[str, list[tuple[Box, Move]]] = defaultdict(list)
         for move in plan.moves_to(0):
-            moves[move.dst_local].append((boxes.at(move.dst_at, boxes.shape_of(move.box)), move))
+            moves[move.dst_local].append((layout.at(move.dst_at, layout.shape_of(move.box)), move))
         self._moves = {local: BoxIndex(items) for local, items in moves.items()}
 
     def blocks(self, region: Region, digests: Digests) -> Iterator[torch.Tensor]:
@@ -75,11 +114,11 @@ class Transfer:
         Raises CheckpointError for damaged files and non-finite values.
         """
         dtype, index = self.dtypes[region.local], self._moves.get(region.local)
-        scratch = _Scratch(min(self._block, boxes.volume(region.box)))
-        for box in boxes.split(region.box, self._block):
-            block = scratch.get(dtype, boxes.shape_of(box))
+        scratch = _Scratch(min(self._block, layout.volume(region.box)))
+        for box in layout.split(region.box, self._block):
+            block = scratch.get(dtype, layout.shape_of(box))
             found = list(index.overlapping(box)) if index else []
-            if sum(boxes.volume(common) for common, _ in found) < block.numel():
+            if sum(layout.volume(common) for common, _ in found) < block.numel():
                 block.zero_()  # padding
             for common, move in found:
                 view = _part(block, box, common, move)
@@ -90,18 +129,18 @@ class Transfer:
     def digest(self, region: Region, written: Source, digests: Digests) -> Iterator[int]:
         """Add digests of a written region to ``digests``; yield the number of elements after each block."""
         dtype, index = self.dtypes[region.local], self._moves.get(region.local)
-        scratch = _Scratch(min(self._block, boxes.volume(region.box)))
-        for box in boxes.split(region.box, self._block):
-            block = written.read(region.local, box, scratch.get(dtype, boxes.shape_of(box)))
+        scratch = _Scratch(min(self._block, layout.volume(region.box)))
+        for box in layout.split(region.box, self._block):
+            block = written.read(region.local, box, scratch.get(dtype, layout.shape_of(box)))
             for common, move in index.overlapping(box) if index else ():
                 self._add(digests, _part(block, box, common, move), common, move)
             yield block.numel()
 
     def _read(self, common: Box, move: Move, view: torch.Tensor, scratch: _Scratch) -> None:
         """Read directly into the block if its dtype equals the file's, else through a second buffer."""
-        start = boxes.shifted(move.src_at, _offset(common, move))
-        box = boxes.at(start, tuple(view.shape))
-        shape, dtype = boxes.shape_of(box), self.source.dtypes[move.src_local]
+        start = layout.shifted(move.src_at, _offset(common, move))
+        box = layout.at(start, tuple(view.shape))
+        shape, dtype = layout.shape_of(box), self.source.dtypes[move.src_local]
         direct = view.is_contiguous() and view.dtype == dtype
         out = view.view(shape) if direct else scratch.get(dtype, shape, second=True)
         values = self.source.read(move.src_local, box, out)
@@ -147,7 +186,7 @@ def _part(block: torch.Tensor, box: Box, common: Box, move: Move) -> torch.Tenso
     """View of ``common`` in the block for ``box``, with the logical tensor's axes."""
     lead = len(move.dst_at) - len(move.box)
     start = tuple(lo - first for (lo, _), (first, _) in zip(common, box, strict=True))
-    return block[boxes.index_of(start, boxes.shape_of(common[lead:]))]
+    return block[layout.index_of(start, layout.shape_of(common[lead:]))]
 
 
 def add(total: Digests, more: Mapping[str, int]) -> None:

@@ -15,18 +15,22 @@ import torch
 
 from megarl.weights.checkpoint.convert.open_checkpoint import Opened
 from megarl.weights.checkpoint.convert.stream import OutFile, Region
-from megarl.weights.checkpoint.formats.fp8 import Dequantised
-from megarl.weights.checkpoint.formats.hf_files import INDEX, HFFiles, groups, header_bytes, shards
+from megarl.weights.checkpoint.formats.dist import Chunk, DistFiles, Stored
+from megarl.weights.checkpoint.formats.dist_write import extra_states, other_name, write_chunk, write_metadata
+from megarl.weights.checkpoint.formats.hf_files import (
+    INDEX,
+    Dequantised,
+    Divided,
+    HFFiles,
+    groups,
+    header_bytes,
+    shards,
+)
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files, divided, places_in_files, rename
-from megarl.weights.checkpoint.formats.megatron.dist import Chunk, DistFiles, Stored
-from megarl.weights.checkpoint.formats.megatron.keys import extra_states, other_name
-from megarl.weights.checkpoint.formats.megatron.write import write_chunk, write_metadata
 from megarl.weights.checkpoint.formats.output import Finished, write_json
 from megarl.weights.checkpoint.formats.slices import as_bytes
-from megarl.weights.checkpoint.formats.tensor_parts import Divided
-from megarl.weights.reshard import boxes
-from megarl.weights.reshard.boxes import Box
-from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard import layout as boxes
+from megarl.weights.reshard.layout import Box, Layout
 from megarl.weights.reshard.layouts import (
     VOCAB_MULTIPLE,
     MegatronGrid,

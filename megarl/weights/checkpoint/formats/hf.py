@@ -20,7 +20,7 @@ from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError
 from megarl.core.processes import heartbeat
 from megarl.weights.architectures import Head
-from megarl.weights.checkpoint.formats.hf_files import INDEX, SINGLE, shards
+from megarl.weights.checkpoint.formats.hf_files import INDEX, SINGLE, FilePlace, shards
 from megarl.weights.checkpoint.formats.hf_source import (
     EMBEDDING,
     LM_HEAD,
@@ -35,15 +35,13 @@ from megarl.weights.checkpoint.formats.hf_source import (
 )
 from megarl.weights.checkpoint.formats.output import partial_path, write_json
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
-from megarl.weights.checkpoint.formats.slices import Source
-from megarl.weights.checkpoint.formats.tensor_parts import FilePlace
-from megarl.weights.checkpoint.formats.values import value_fault, warn_of_casts
-from megarl.weights.reshard import boxes
+from megarl.weights.checkpoint.formats.slices import Source, value_fault, warn_of_casts
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.buckets import wire_dtype
+from megarl.weights.reshard.copy import GroupTransport
 from megarl.weights.reshard.execute import Transport, exchange
 from megarl.weights.reshard.layout import Layout, Piece
 from megarl.weights.reshard.plan import ReshardPlan
-from megarl.weights.reshard.transport import GroupTransport
 
 __all__ = ["INDEX", "SINGLE", "export_hf", "load_into", "output_rows", "read_hf_config"]
 

@@ -1,4 +1,9 @@
-"""Safetensors files of an HF checkpoint: list tensors, read slices, write piece by piece."""
+"""Safetensors files of an HF checkpoint: their tensors, slices of them, and logical tensors inside larger ones.
+
+Source: ``inference/fp8_cast_bf16.py`` of the DeepSeek-V3 repository (scale in float32, product rounded once).
+
+A family's table lists them (``Architecture.joined``); all other code uses only logical tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +18,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from megarl.core.errors import CheckpointError
-from megarl.weights.checkpoint.formats.slices import OpenFiles
-from megarl.weights.reshard import boxes
-from megarl.weights.reshard.boxes import Box, Shape
+from megarl.weights.architectures import Architecture, HFConfig
+from megarl.weights.architectures.table import hf_name
+from megarl.weights.checkpoint.formats.slices import OpenFiles, Source, into
+from megarl.weights.reshard import layout
+from megarl.weights.reshard.layout import Box, Shape
 
 T = TypeVar("T")
 SINGLE = "model.safetensors"
@@ -102,7 +109,7 @@ class HFFiles:
     def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a box of a tensor, into ``out`` if given."""
         entry = self.entries[name]
-        assert boxes.contains(boxes.whole(entry.shape), box), f"{box} of {name} {entry.shape}"
+        assert layout.contains(layout.whole(entry.shape), box), f"{box} of {name} {entry.shape}"
         return self._files.read_box(entry.file, entry.start, entry.dtype, entry.shape, box, out)
 
     def file_of(self, name: str) -> Path:
@@ -230,3 +237,198 @@ def shards(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
     if len(found) == 1:
         return {SINGLE: found[0]}
     return {f"model-{n:05d}-of-{len(found):05d}.safetensors": group for n, group in enumerate(found, start=1)}
+
+
+SCALE = "_scale_inv"
+
+
+def _is_block(value: Any) -> bool:
+    return isinstance(value, list | tuple) and len(value) == 2 and all(type(n) is int and n > 0 for n in value)
+
+
+class Dequantised:
+    """Source of float32 slices from a checkpoint with FP8 weights.
+
+    Raises CheckpointError for a quantisation other than e4m3 in 2-D blocks, and for weights without matching scales.
+    """
+
+    def __init__(self, files: HFFiles, quantization: Mapping[str, Any]) -> None:
+        self._files = files
+        self.path: Path = files.path
+        block = quantization.get("weight_block_size")
+        known = quantization.get("quant_method") == "fp8" and quantization.get("fmt", "e4m3") == "e4m3"
+        if not known or block is None or not _is_block(block):
+            raise CheckpointError(
+                f"{files.path / 'config.json'}: quantization_config {dict(quantization)} is not supported, only "
+                "quant_method 'fp8', fmt "
+                "'e4m3' with a weight_block_size of two numbers; use the checkpoint before quantisation"
+            )
+        self._block = int(block[0]), int(block[1])
+        self._scales = {name.removesuffix(SCALE): name for name in files.entries if name.endswith(SCALE)}
+        for name, scale in self._scales.items():
+            self._check(name, scale)
+        for name, entry in files.entries.items():
+            if entry.dtype in (torch.float8_e4m3fn, torch.float8_e5m2) and name not in self._scales:
+                raise CheckpointError(
+                    f"{name} in {entry.file} is {entry.dtype} but {name}{SCALE} is missing; copy the checkpoint again"
+                )
+        self.shapes = {n: s for n, s in files.shapes.items() if not n.endswith(SCALE)}
+        # Dequantised weights: the training dtype, although ``read`` returns float32.
+        self.dtypes = {
+            n: torch.bfloat16 if n in self._scales else d for n, d in files.dtypes.items() if n in self.shapes
+        }
+
+    def _check(self, name: str, scale: str) -> None:
+        entries = self._files.entries
+        if name not in entries:
+            raise CheckpointError(
+                f"{scale} in {entries[scale].file} scales {name}, which is missing; copy the checkpoint again"
+            )
+        shape = entries[name].shape
+        expected = tuple(-(-n // b) for n, b in zip(shape, self._block, strict=True)) if len(shape) == 2 else ()
+        if entries[name].dtype != torch.float8_e4m3fn or entries[scale].shape != expected:
+            raise CheckpointError(
+                f"{scale} in {entries[scale].file} has shape {entries[scale].shape}, expected {expected} for {name}, "
+                f"{shape} of "
+                f"{entries[name].dtype} (expected float8_e4m3fn) in blocks of {self._block}; copy the checkpoint again"
+            )
+
+    def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a tensor, dequantised, into ``out`` if given."""
+        scale = self._scales.get(name)
+        values = self._files.read(name, box, out if scale is None else None)
+        if scale is None:
+            return values
+        blocks = tuple((lo // b, -(-hi // b)) for (lo, hi), b in zip(box, self._block, strict=True))
+        factors = self._files.read(scale, blocks).float()
+        product = into(out, torch.float32, layout.shape_of(box)).copy_(values)
+        for axis in range(2):
+            b, (lo, hi) = self._block[axis], box[axis]
+            factors = factors.repeat_interleave(b, axis).narrow(axis, lo - blocks[axis][0] * b, hi - lo)
+        return product.mul_(factors)
+
+    def file_of(self, name: str) -> Path:
+        return self._files.file_of(name)
+
+    def paths(self) -> list[Path]:
+        return self._files.paths()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+
+class FilePlace(NamedTuple):
+    """Location of a logical tensor in the files."""
+
+    stored: str
+    """Name of the stored tensor."""
+    whole: Shape
+    """Shape of the stored tensor."""
+    shape: Shape
+    """Shape of the logical tensor."""
+    expert: int | None = None
+    """Index along the stored tensor's first axis, if it is a stack."""
+    transposed: bool = False
+    first: int = 0
+    """First row in the stored tensor, after indexing and transposing."""
+
+    def view(self, whole: torch.Tensor) -> torch.Tensor:
+        """View of the logical tensor in the stored one."""
+        return self.view_in_matrix(whole if self.expert is None else whole[self.expert])
+
+    def view_in_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
+        """View of the logical tensor in the matrix of its expert."""
+        matrix = matrix.transpose(0, 1) if self.transposed else matrix
+        return matrix[self.first : self.first + self.shape[0]]
+
+    def box(self, box: Box) -> Box:
+        """Convert elements ``box`` of the logical tensor to the box of the stored tensor."""
+        lo, hi = box[0]
+        rows = (self.first + lo, self.first + hi)
+        matrix = (*box[1:], rows) if self.transposed else (rows, *box[1:])
+        return matrix if self.expert is None else ((self.expert, self.expert + 1), *matrix)
+
+
+def places(arch: Architecture, hf_config: HFConfig, tensors: Mapping[str, Shape]) -> dict[str, FilePlace]:
+    """Location of each of these logical tensors in files of this model."""
+    parts = places_of_parts(arch, hf_config)
+    found = {name: parts.get(name, FilePlace(name, shape, shape)) for name, shape in tensors.items()}
+    return {name: place._replace(stored=arch.name_in_files(place.stored)) for name, place in found.items()}
+
+
+def places_of_parts(arch: Architecture, hf_config: HFConfig) -> dict[str, FilePlace]:
+    """Location of each logical tensor that is part of a larger one, with names as in the table."""
+    sizes = arch.sizes(hf_config)
+    rows = {part.name: (part, param) for param in arch.params for part in param.hf}
+    found: dict[str, FilePlace] = {}
+    for joined in arch.joined:
+        param = rows[joined.parts[0]][1]
+        parts = [rows[name][0] for name in joined.parts]
+        shapes = [part.shape(sizes) for part in parts]
+        matrix = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        matrix = matrix[::-1] if joined.transposed else matrix
+        whole = (sizes.experts, *matrix) if param.per_expert else (1, *matrix) if joined.single else matrix
+        for one in arch.occurrences(param, sizes):
+            stored, first = hf_name(joined, one), 0
+            index = 0 if joined.single else one.expert
+            for part, shape in zip(parts, shapes, strict=True):
+                found[hf_name(part, one)] = FilePlace(stored, whole, shape, index, joined.transposed, first)
+                first += shape[0]
+    return found
+
+
+class Divided:
+    """A checkpoint with fused and stacked tensors split into logical tensors.
+
+    Args:
+        files: Files of the checkpoint. A stored tensor with an unexpected shape is left out of ``shapes``, with its
+            parts.
+        parts: Location of every logical tensor that is a part.
+    """
+
+    def __init__(self, files: HFFiles | Dequantised, parts: Mapping[str, FilePlace]) -> None:
+        self.files, self.parts = files, parts
+        self.path: Path = files.path
+        joined = {place.stored for place in parts.values()}
+        here = {name: place for name, place in parts.items() if files.shapes.get(place.stored) == place.whole}
+        self.shapes = {name: shape for name, shape in files.shapes.items() if name not in joined}
+        self.shapes |= {name: place.shape for name, place in here.items()}
+        self.dtypes = {name: dtype for name, dtype in files.dtypes.items() if name not in joined}
+        self.dtypes |= {name: files.dtypes[place.stored] for name, place in here.items()}
+
+    def read(self, name: str, box: Box, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Read a box of a logical tensor, into ``out`` if given."""
+        place = self.parts.get(name)
+        if place is None:
+            return self.files.read(name, box, out)
+        shape, stored = layout.shape_of(box), place.box(box)
+        if not place.transposed:
+            out = into(out, self.files.dtypes[place.stored], shape)
+            return self.files.read(place.stored, stored, out.view(layout.shape_of(stored))).view(shape)
+        values = self.files.read(place.stored, stored)
+        values = values if place.expert is None else values[0]
+        return into(out, values.dtype, shape).copy_(values.transpose(0, 1))
+
+    def file_of(self, name: str) -> Path:
+        """Path of the file with a logical tensor."""
+        return self.files.file_of(self.parts[name].stored if name in self.parts else name)
+
+    def paths(self) -> list[Path]:
+        """Paths of all files."""
+        return self.files.paths()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.files.close()
+
+
+S = TypeVar("S", bound=Source)
+
+
+def in_files(source: S | Divided, tensors: Mapping[str, Shape]) -> tuple[S | HFFiles | Dequantised, dict[str, Shape]]:
+    """Return the underlying files, with the stored tensors and shapes expected for these logical tensors."""
+    if not isinstance(source, Divided):
+        return source, dict(tensors)
+    found = {name: source.parts.get(name, FilePlace(name, shape, shape)) for name, shape in tensors.items()}
+    return source.files, {place.stored: place.whole for place in found.values()}

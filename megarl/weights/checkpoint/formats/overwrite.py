@@ -13,8 +13,14 @@ from pathlib import Path
 from megarl.core.durable import aside, exists, recover_directory
 from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.formats.hf_source import small_files
-from megarl.weights.checkpoint.formats.output import JOURNAL, LOCK, MANIFEST, copied_files, partial_path
-from megarl.weights.checkpoint.formats.target_manifest import read_target_manifest
+from megarl.weights.checkpoint.formats.output import (
+    JOURNAL,
+    LOCK,
+    MANIFEST,
+    copied_files,
+    partial_path,
+    read_target_manifest,
+)
 
 log = logging.getLogger(__name__)
 

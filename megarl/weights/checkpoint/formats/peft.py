@@ -29,9 +29,8 @@ from megarl.weights.architectures import Architecture, Head, HFConfig, architect
 from megarl.weights.architectures.table import name_in_modules
 from megarl.weights.checkpoint.formats.hf_files import HFFiles
 from megarl.weights.checkpoint.formats.output import partial_path, write_json
-from megarl.weights.checkpoint.formats.slices import Source
-from megarl.weights.checkpoint.formats.values import check_dtypes, value_fault
-from megarl.weights.reshard import boxes
+from megarl.weights.checkpoint.formats.slices import Source, check_dtypes, value_fault
+from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.adapters import (
     EMBEDDING,
     WEIGHT,
@@ -42,13 +41,12 @@ from megarl.weights.reshard.adapters import (
     saved_whole,
     saves_tensor,
 )
-from megarl.weights.reshard.boxes import Shape
 from megarl.weights.reshard.buckets import wire_dtype
+from megarl.weights.reshard.copy import GroupTransport
 from megarl.weights.reshard.execute import Transport, exchange
-from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layout import Layout, Shape
 from megarl.weights.reshard.layouts import whole_layout
 from megarl.weights.reshard.plan import build_plan
-from megarl.weights.reshard.transport import GroupTransport
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

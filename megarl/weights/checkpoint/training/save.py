@@ -23,7 +23,7 @@ from megarl.core.errors import CheckpointError, DiskFullError, JobError, first_o
 from megarl.core.processes import heartbeat
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files
 from megarl.weights.checkpoint.training import disk_space as disk
-from megarl.weights.checkpoint.training import rng, writer
+from megarl.weights.checkpoint.training import rank_state, writer
 from megarl.weights.checkpoint.training.manifest import (
     PREFIX,
     Fingerprint,
@@ -32,8 +32,8 @@ from megarl.weights.checkpoint.training.manifest import (
     remove,
     unfinished_name,
 )
-from megarl.weights.checkpoint.training.optimizer_state import spread
 from megarl.weights.checkpoint.training.rank_0 import SmallFiles, on_rank_0
+from megarl.weights.checkpoint.training.rank_state import spread
 from megarl.weights.checkpoint.training.writer import PendingWrite
 from megarl.weights.megatron_private import own_writer, put_results_queue
 from megarl.weights.reshard.adapters import LORA
@@ -154,12 +154,12 @@ def begin(
 
     with _undone_by(clean_up):
         on_rank_0(prepare)
-    requests, states = [], {"process": rng.of_process(), "parts": {}}
+    requests, states = [], {"process": rank_state.of_process(), "parts": {}}
     small_files = SmallFiles(target)
     for name, part in parts.items():
         with part.grid(), small_files.written():
             requests.append(_request(target / name, part))
-            states["parts"][name] = rng.of_grid()
+            states["parts"][name] = rank_state.of_grid()
     random_states, rank = json.dumps(states), dist.get_rank()
     needed = torch.tensor(sum(_size(request) for request in requests) + len(random_states))
     dist.all_reduce(needed)

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.core.errors import CheckpointError, first_of
-from megarl.core.processes.out_of_memory import is_out_of_memory
-from megarl.weights.checkpoint.training import rng
+from megarl.core.processes.machine import is_out_of_memory
+from megarl.weights.checkpoint.training import rank_state
 from megarl.weights.checkpoint.training.manifest import (
     LATEST,
     PREFIX,
@@ -24,8 +24,8 @@ from megarl.weights.checkpoint.training.manifest import (
     read_state,
     unfounded_latest,
 )
-from megarl.weights.checkpoint.training.optimizer_state import copied, differing
 from megarl.weights.checkpoint.training.rank_0 import on_rank_0
+from megarl.weights.checkpoint.training.rank_state import copied, differing
 from megarl.weights.checkpoint.training.save import (
     CheckpointedModel,
     Manifest,
@@ -157,9 +157,9 @@ def put_random_states(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) 
     if not path.is_file():
         return False
     states: dict[str, Any] = json.loads(path.read_text())
-    rng.put_process(states["process"])
+    rank_state.put_process(states["process"])
     same = True
     for name, part in parts.items():
         with part.grid():
-            same = name in states["parts"] and rng.put_grid(states["parts"][name]) and same
+            same = name in states["parts"] and rank_state.put_grid(states["parts"][name]) and same
     return same

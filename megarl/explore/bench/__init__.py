@@ -1,1 +1,0 @@
-"""Measurement of one model on held-out tasks: the driver process, and counts of the answers."""

@@ -1,1 +1,0 @@
-"""Verifiers that run programs."""

@@ -1,1 +1,0 @@
-"""Checks of models against settings and grids."""

@@ -1,1 +1,0 @@
-"""Images of rows: their place in a prompt, and their tensors for a model."""

@@ -1,0 +1,144 @@
+"""Tables of Qwen2, Qwen2.5 and Qwen3, dense, MoE and with images; and of Seed-OSS, which has Qwen2's tensors."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.weights.architectures.blocks import (
+    ATTENTION,
+    DENSE_MLP,
+    EMBEDDING,
+    EXPERTS,
+    MLP,
+    OUTPUT,
+    QK_NORM,
+    QKV_BIAS,
+    VLLM_ATTENTION,
+    VLLM_EXPERTS,
+    VLLM_MLP,
+    VLLM_QKV_BIAS,
+    gated,
+    gated_rows,
+    linear,
+    vllm_gated,
+)
+from megarl.weights.architectures.table import Architecture, Fused, LayerRules, Logical, Op, Param, Stage
+
+# Qwen2 and Qwen2.5, dense: Llama's layers with biases on queries, keys and values. Source:
+# ``transformers/models/qwen2/modeling_qwen2.py``.
+QWEN2 = Architecture(
+    name="qwen2",
+    models="Qwen2 and 2.5",
+    params=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *MLP, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_QKV_BIAS, *VLLM_MLP),
+    fixed={"hidden_act": "silu"},
+    layers=LayerRules(windows=True, window_switch=True),
+)
+
+
+# Qwen3, dense: grouped queries without biases, RMSNorm on each query and key head, SwiGLU, tied or untied output.
+# Source: ``transformers/models/qwen3/modeling_qwen3.py``.
+QWEN3 = Architecture(
+    name="qwen3",
+    models="Qwen3",
+    params=(*EMBEDDING, *ATTENTION, *QK_NORM, *MLP, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    layers=LayerRules(windows=True, window_switch=True),
+)
+
+
+# Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; experts plus a gated shared expert. Source:
+# ``transformers/models/qwen2_moe/modeling_qwen2_moe.py``.
+_SHARED = gated("mlp.shared_expert", "shared_ffn")
+_GATE = Logical("mlp.shared_expert_gate.weight", "labels hidden")
+
+QWEN2_MOE = Architecture(
+    name="qwen2_moe",
+    models="Qwen1.5-MoE, Qwen2-MoE",
+    params=(
+        *EMBEDDING,
+        *ATTENTION,
+        *QKV_BIAS,
+        *DENSE_MLP,
+        *EXPERTS,
+        *gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts"),
+        Param("mlp.shared_experts.gate_weight", Op.SAME, (_GATE,), Stage.MOE),
+        *OUTPUT,
+    ),
+    vllm=(
+        *VLLM_ATTENTION,
+        *VLLM_QKV_BIAS,
+        *VLLM_MLP,
+        *VLLM_EXPERTS,
+        *vllm_gated(_SHARED, "mlp.shared_expert.gate_up_proj.weight"),
+    ),
+    fixed={"hidden_act": "silu", "qkv_bias": True},
+    layers=LayerRules(windows=True, window_switch=True),
+    megatron={"moe_shared_expert_gate": True},
+    keys={"shared_ffn": ("shared_expert_intermediate_size",)},
+)
+
+
+# Qwen3-MoE: Qwen3's attention; experts in all layers or some, no shared expert. Source:
+# ``transformers/models/qwen3_moe/modeling_qwen3_moe.py``.
+QWEN3_MOE = Architecture(
+    name="qwen3_moe",
+    models="Qwen3-MoE",
+    params=(*EMBEDDING, *ATTENTION, *QK_NORM, *DENSE_MLP, *EXPERTS, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP, *VLLM_EXPERTS),
+    vllm_ends_everywhere=True,
+    fixed={"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
+    layers=LayerRules(window_switch=True),
+)
+
+
+# Qwen2.5-VL, images only: Qwen2.5's layers, and a vision tower that turns image patches into embeddings. The tower
+# is not sharded. In Megatron the first stage's ranks have it, in vLLM all workers (``mm_encoder_tp_mode=data``).
+# Source: ``transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py``; vLLM 0.32
+# ``model_executor/models/qwen2_5_vl.py``.
+BLOCK = "visual.blocks.{block}"
+
+
+_TOWER_GATE = linear(f"{BLOCK}.mlp.gate_proj", "vision_ffn vision_hidden")
+_TOWER_UP = linear(f"{BLOCK}.mlp.up_proj", "vision_ffn vision_hidden")
+_TOWER = (
+    Logical("visual.patch_embed.proj.weight", "vision_hidden channels temporal_patch patch patch"),
+    Logical(f"{BLOCK}.norm1.weight", "vision_hidden"),
+    *linear(f"{BLOCK}.attn.qkv", "vision_qkv vision_hidden"),
+    *linear(f"{BLOCK}.attn.proj", "vision_hidden vision_hidden"),
+    Logical(f"{BLOCK}.norm2.weight", "vision_hidden"),
+    *_TOWER_GATE,
+    *_TOWER_UP,
+    *linear(f"{BLOCK}.mlp.down_proj", "vision_hidden vision_ffn"),
+    Logical("visual.merger.ln_q.weight", "vision_hidden"),
+    *linear("visual.merger.mlp.0", "merged merged"),
+    *linear("visual.merger.mlp.2", "hidden merged"),
+)
+
+QWEN2_5_VL = Architecture(
+    name="qwen2_5_vl",
+    models="Qwen2.5-VL",
+    # The tower is transformers' module, so its names equal those in the files.
+    params=(*(Param(part.name, Op.SAME, (part,), Stage.VISION) for part in _TOWER), *QWEN2.params),
+    vllm=(
+        *QWEN2.vllm,
+        Fused(f"{BLOCK}.mlp.gate_up_proj.weight", Op.CONCAT, (_TOWER_GATE[0], _TOWER_UP[0])),
+        Fused(f"{BLOCK}.mlp.gate_up_proj.bias", Op.CONCAT, (_TOWER_GATE[1], _TOWER_UP[1])),
+    ),
+    vllm_text="language_model.",
+    fixed={**QWEN2.fixed, "use_sliding_window": False},
+    layers=LayerRules(window_switch=True),
+    # transformers has no ...ForSequenceClassification for it; one built from its generic class saves these names.
+    base_names=(("model.visual.", "visual."), ("model.language_model.", "model.")),
+)
+
+
+# Seed-OSS: Qwen2's tensors, under other settings. Source: ``transformers/models/seed_oss/modeling_seed_oss.py``;
+# vLLM 0.32 runs it through transformers.
+SEED_OSS = replace(
+    QWEN2,
+    name="seed_oss",
+    models="Seed-OSS",
+    fixed={"hidden_act": "silu", "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+)

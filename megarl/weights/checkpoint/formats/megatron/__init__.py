@@ -1,1 +1,0 @@
-"""Files in Megatron's dist_checkpointing format."""
