@@ -18,6 +18,7 @@ from megarl.config.overrides import nearest
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job, ProcessKind
 from megarl.engines.client.names import EIGHT_BIT_BLOCK
+from megarl.run.checks.speculation import check_speculation
 from megarl.run.nodes import gpu_state
 from megarl.weights.architectures import architecture
 
@@ -44,6 +45,7 @@ SETTINGS: Mapping[str, str] = {
     "nnodes": "rollout.nodes",
     "scheduling_policy": "sync.pause",
     "seed": "trainer.seed",
+    "speculative_config": "rollout.speculative",
 }
 """vLLM's option -> the megarl setting that determines it."""
 WEIGHTS = (
@@ -56,7 +58,7 @@ WEIGHTS = (
     "enable_cumem_allocator", "enable_nccl_comm_suspend", "pt_load_map_location", "additional_config",
 )  # fmt: skip
 DISTRIBUTION = (
-    "logprobs_mode", "speculative_config", "spec_*", "generation_config", "override_generation_config",
+    "logprobs_mode", "spec_*", "generation_config", "override_generation_config",
     "watermark_config", "logits_processors", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill",
     "return_sampling_mask", "diffusion_config", "mm_encoder_attn_dtype", "tokenizer_*", "skip_tokenizer_init",
     "disable_sliding_window", "enable_prompt_embeds", "video_pruning_*", "*kv_transfer_config", "kv_events_config",
@@ -151,6 +153,7 @@ def check_engine_settings(config: Config, job: Job) -> None:
     _check_cache_size(config)
     _check_dtypes(config, job)
     check_engine_options(config)
+    check_speculation(config)
 
 
 def check_eight_bits(config: Config, hf_config: Mapping[str, Any]) -> None:
