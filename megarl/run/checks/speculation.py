@@ -31,6 +31,11 @@ def check_speculation(config: Config) -> None:
             f"{given} with rollout.routing_replay=true: expert ids of rejected drafts would be recorded as those of "
             "sampled tokens; set one of them back"
         )
+    if rollout.pp > 1:
+        raise ConfigError(
+            f"{given} with rollout.pp={rollout.pp}: vLLM 0.32 looks for a drafter on every pipeline stage and has it on "
+            "the last alone; set rollout.pp=1 and raise rollout.tp, or set speculative to none"
+        )
     module, package = PACKAGES[method]
     if importlib.util.find_spec("vllm") and importlib.util.find_spec(module) is None:
         raise ConfigError(
