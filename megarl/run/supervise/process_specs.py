@@ -163,6 +163,7 @@ def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = 
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": PLUGIN,
+        "VLLM_DCP_Q_REPLICATE": "0",  # with decode context parallelism workers would hold other slices of queries
         "VLLM_SERVER_DEV_MODE": "1",
         "OMP_NUM_THREADS": str(rollout.num_threads),
     }
