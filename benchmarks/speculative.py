@@ -2,7 +2,8 @@
 temperature.
 
 ``python benchmarks/speculative.py [--write]``. Two engines of one seeded Qwen3 on CPU, one after the other on the same
-prompts, whose text repeats; ``--write`` also writes the table into docs/benchmarks/speculative.md.
+prompts. The model's next token depends mostly on its last one, so that greedy text repeats. ``--write`` also writes the
+table into docs/benchmarks/speculative.md.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from pathlib import Path
 
 import numpy as np
 import page
+import torch
+from transformers import Qwen3ForCausalLM
 
 sys.path.insert(0, str(page.ROOT))
 
@@ -33,6 +36,18 @@ def prompts(count: int, pair: int) -> list[Prompt]:
     return [Prompt([1, *np.tile(dice.integers(4, 190, 8), 5).tolist()], seed=1000 * i + pair) for i in range(count)]
 
 
+def engine_of(folder: Path, rollout: RolloutConfig) -> RunningEngine:
+    """An engine of the seeded model, whose layers add a thousandth of what they would to the last token's vector."""
+    engine = tiny_engine(folder, rollout=rollout, sizes=WIDE_SIZES)
+    model = Qwen3ForCausalLM.from_pretrained(engine.model_path)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(0.001)
+            layer.mlp.down_proj.weight.mul_(0.001)
+    model.save_pretrained(engine.model_path)
+    return engine
+
+
 def seconds(engine: RunningEngine, asked: list[Prompt], sampling: Sampling) -> float:
     began = time.perf_counter()
     engine.generate(asked, sampling)
@@ -44,17 +59,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="also write the table into docs/benchmarks/speculative.md")
     write, text = parser.parse_args().write, page.Text()
     with tempfile.TemporaryDirectory() as folder:
-        plain = tiny_engine(Path(folder) / "plain", rollout=ROLLOUT, sizes=WIDE_SIZES)
-        drafting = tiny_engine(
-            Path(folder) / "drafting", rollout=replace(ROLLOUT, speculative="ngram"), sizes=WIDE_SIZES
-        )
+        plain = engine_of(Path(folder) / "plain", ROLLOUT)
+        drafting = engine_of(Path(folder) / "drafting", replace(ROLLOUT, speculative="ngram"))
         try:
             text.say("| responses at once | temperature | without | ngram | median of pairs | accepted drafts |")
             text.say("|---:|---:|---:|---:|---:|---:|")
             for engine in (plain.ready(), drafting.ready()):
                 engine.generate(prompts(4, 99), Sampling(max_tokens=TOKENS, ignore_eos=True))  # compiles
-            for count in (1, 8, 64):
-                for temperature in (0.0, 0.5, 1.0):
+            for count in (1, 16):
+                for temperature in (0.0, 0.3, 1.0):
                     sampling = Sampling(max_tokens=TOKENS, temperature=temperature, ignore_eos=True)
                     before, pairs = drafting.control.drafts(), []
                     for pair in range(PAIRS):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from megarl.engines.client.client import Prompt, Sampling
 from megarl.run.supervise.process_specs import NGRAM
+from megarl.train.parts.acceptance import DraftAcceptance
 from tests.conftest import examples
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, perturbed, tiny_engine, worst_difference
@@ -123,6 +126,21 @@ def test_samples_have_the_models_distribution(engine: RunningEngine, model: PreT
     chi_square = ((counts - mean) ** 2 / mean).sum()
     assert torch.special.gammaincc(torch.tensor((BINS - 1) / 2, dtype=torch.double), chi_square / 2) > RARE
     assert accepted(engine, before) > 100 and abs(hits - expected) < 5 * variance**0.5
+
+
+def test_the_metric_is_of_one_step(engine: RunningEngine, ranks: Ranks, model: PreTrainedModel) -> None:
+    part, shares = DraftAcceptance(cast(Any, SimpleNamespace(rank=0)), ranks.publishers[0]), []
+    counts = [engine.control.drafts()]
+    for prompts in (repeating(4, 2), repeating(2, 1), []):
+        if prompts:
+            engine.generate(prompts, Sampling(max_tokens=TOKENS, temperature=SHARPER, ignore_eos=True))
+        data = SimpleNamespace(metrics=dict[str, float]())
+        part.before_batch(cast(Any, None), cast(Any, data))
+        counts.append(engine.control.drafts())
+        shares.append(data.metrics.get("rollout/draft_acceptance"))
+    (_, first, second, last) = counts
+    assert shares[0] == first.accepted / first.drafted and last == second
+    assert shares[1:] == [(second.accepted - first.accepted) / (second.drafted - first.drafted), None]
 
 
 CELLS = (
