@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3ForCausalLM
 
 from megarl.engines.client.client import Prompt, Sampling
 from megarl.run.supervise.process_specs import NGRAM
-from megarl.train.parts.acceptance import DraftAcceptance
+from megarl.train.parts.speculative import DraftAcceptance
 from tests.conftest import examples
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, perturbed, tiny_engine, worst_difference

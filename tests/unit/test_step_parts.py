@@ -32,6 +32,7 @@ from tests.unit.test_layering import ROOT, all_sources, import_graph, module_of
 
 ORDER = (
     "Quiet",  # requests end before engines that take turns get memory
+    "DraftAcceptance",  # engines are asked before they leave
     "Colocation",  # engines leave before a model computes
     "ReferenceRefresh",
     "ColdCheck",
@@ -73,6 +74,7 @@ def test_a_job_without_further_settings_has_its_log_and_its_prediction_alone() -
     [
         ({"sync.order": "completion", "sync.pause": "wait", "sync.max_staleness": 1}, "Quiet"),
         ({"rollout.placement": "colocated"}, "Colocation"),
+        ({"rollout.speculative": "ngram"}, "DraftAcceptance"),
         ({"reference.refresh": 2}, "ReferenceRefresh"),
         ({"sync.cold_interval": 4}, "ColdCheck"),
         ({"reward_model.path": "model"}, "RewardModelScores"),

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from megarl.config import Config
 from megarl.train.part import Part, Services
-from megarl.train.parts.acceptance import DraftAcceptance
 from megarl.train.parts.ahead import DrainAhead
 from megarl.train.parts.average import AveragedActor
 from megarl.train.parts.batches import KeptBatches
@@ -22,6 +21,7 @@ from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
 from megarl.train.parts.scores import RewardModelScores
+from megarl.train.parts.speculative import DraftAcceptance
 from megarl.train.parts.taught_tokens import TaughtTokens, teaches_a_part
 from megarl.train.parts.teachers import Teachers
 from megarl.train.rollout.group_part import made
