@@ -52,6 +52,7 @@ def test_transformer_engine_that_is_broken(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=r"cannot be imported \(libnot_there\.so: .*\); install .* to local"):
         check_implementation(TE, NCCL)
+    del sys.modules["transformer_engine"]  # Megatron-Core would find it
 
 
 def test_transformer_engine_without_cuda() -> None:
@@ -68,6 +69,15 @@ def test_fusions_without_cuda_or_their_package(fusion: Any, monkeypatch: pytest.
         check_implementation(model, ParallelConfig())
     monkeypatch.setitem(sys.modules, FUSION_PACKAGES[fusion][0], None)
     with pytest.raises(ConfigError, match=f"has {fusion}, but .* cannot be imported .*; install .* or leave it out"):
+        check_implementation(model, NCCL)
+
+
+def test_moments_in_bfloat16_without_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(dtype="bfloat16", moments_dtype="bfloat16")
+    check_implementation(model, ParallelConfig())  # megarl's Adam
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", None)
+    message = r"moments_dtype=bfloat16, but .* cannot be imported .*; install TransformerEngine .* to float32"
+    with pytest.raises(ConfigError, match=message):
         check_implementation(model, NCCL)
 
 

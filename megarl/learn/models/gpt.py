@@ -132,7 +132,8 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         variable_seq_lengths=False,
         transformer_impl=model.transformer_impl,  # 0.19 selects the projections of latent attention by it
         moe_grouped_gemm=model.transformer_impl == "transformer_engine" and "num_moe_experts" in values,
-        batch_p2p_comm=not on_cpu,
+        batch_p2p_comm=not (on_cpu or parallel.overlap_p2p),
+        overlap_p2p_comm=parallel.overlap_p2p,
         deallocate_pipeline_outputs=not on_cpu,
         use_cpu_initialization=on_cpu,
         # torch.compile's kernel, a tenth of an update's time (docs/benchmarks/gpu.md).

@@ -29,8 +29,8 @@ FUSION_PACKAGES = {
 
 
 def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if this machine cannot provide ``model.transformer_impl``, ``model.fusions`` or
-    ``model.moe_dispatcher``. Cheap for defaults."""
+    """Raise ConfigError if this machine cannot provide ``model.transformer_impl``, ``model.fusions``,
+    ``model.moments_dtype`` or ``model.moe_dispatcher``. Cheap for defaults."""
     for fusion in model.fusions:
         _check_package(f"model.fusions has {fusion}", *FUSION_PACKAGES[fusion], "leave it out", parallel)
     if model.transformer_impl == "transformer_engine":
@@ -38,6 +38,10 @@ def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
         _check_package(
             "model.transformer_impl=transformer_engine", *package, "set model.transformer_impl to local", parallel
         )
+    if model.moments_dtype != "float32" and parallel.backend == "nccl":
+        package = "transformer_engine.pytorch.optimizers", "TransformerEngine"
+        fix = "set model.moments_dtype to float32"
+        _check_package(f"model.moments_dtype={model.moments_dtype}", *package, fix, parallel)
     if model.moe_dispatcher == "deepep":
         fix = "set model.moe_dispatcher to alltoall"
         _check_package("model.moe_dispatcher=deepep", "deep_ep", "DeepEP", fix, parallel)

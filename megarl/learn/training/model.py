@@ -304,7 +304,7 @@ class TrainedModel:
 
         self.model = Model(hf_config, model, parallel, head, micro_batching, grid)
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=model.grad_dtype == "float32",
             use_distributed_optimizer=True,  # no check_for_nan_in_grad: it would end one rank while others wait
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
@@ -316,7 +316,7 @@ class TrainedModel:
                 DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(self.model.chunks)
             ]
-            self.optimizer = Optimizer(chunks, optimizer, model.dtype)
+            self.optimizer = Optimizer(chunks, optimizer, model.dtype, model.moments_dtype)
         self.model.chunks, self.model.optimizer = chunks, self.optimizer
         config.grad_scale_func = self.optimizer.inner.scale_loss
         if parallel.overlap_grad_reduce:  # else reduced once, after the last micro-batch
