@@ -127,6 +127,9 @@ class ModelConfig:
     moments_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type in which the optimizers of trained models keep AdamW's two moments; it computes in float32. On GPUs bfloat16
     needs TransformerEngine's FusedAdam (docs/tuning.md)."""
+    fp8: Literal["tensorwise", "blockwise"] | None = None
+    """Scales of linear layers that compute in 8 bits, by Megatron's names of recipes; null computes in ``dtype``. Needs
+    TransformerEngine's layers, bfloat16 and a dense model (docs/tuning.md)."""
     head_dtype: Literal["float32"] | None = None
     """Compute type of the LM head in trainer and engine; null takes ``dtype``. With bfloat16 weights, float32 brings
     the log-probs of both sides closer and doubles the bytes of logits."""

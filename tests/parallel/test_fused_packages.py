@@ -104,6 +104,31 @@ def test_a_fusion_is_megatrons_setting(model: str) -> None:
     assert run_grid(1, fused, model) == [[False, True]]
 
 
+def eight_bits(rank: int, path: str) -> list[tuple[Any, ...]]:
+    from megarl.learn.models.gpt import transformer_config
+    from megarl.weights.checkpoint.formats import hf
+
+    recipes: tuple[Any, ...] = (None, "tensorwise", "blockwise")
+    configs = [transformer_config(hf.read_hf_config(Path(path)), ModelConfig(fp8=recipe), NCCL) for recipe in recipes]
+    return [(c.fp8, c.fp8_recipe if c.fp8 else None, c.disable_parameter_transpose_cache) for c in configs]
+
+
+def test_eight_bits_are_megatrons_settings(model: str) -> None:
+    (found,) = run_grid(1, eight_bits, model)
+    assert found == [(None, None, False), ("hybrid", "tensorwise", True), ("e4m3", "blockwise", True)]
+
+
+def test_eight_bits_without_cuda_or_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(fp8="tensorwise")
+    with pytest.raises(ConfigError, match=r"fp8=tensorwise with parallel\.backend=gloo: .* set model\.fp8 to null"):
+        check_implementation(model, ParallelConfig())
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(
+        ConfigError, match=r"fp8=tensorwise, but .* install TransformerEngine .* set model\.fp8 to null"
+    ):
+        check_implementation(model, NCCL)
+
+
 OURS = "megarl.learn.parallel.cpu.FusedLayoutAdamW False True"
 FUSED = "transformer_engine.pytorch.optimizers.fused_adam" if HAVE_TE else "apex.optimizers"
 
