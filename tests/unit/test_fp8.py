@@ -30,7 +30,12 @@ QWEN = "Qwen2.5-7B-Instruct"
 @pytest.mark.parametrize(
     ("model", "tp", "name", "words"),
     [
-        (replace(EIGHT, transformer_impl="local"), 1, QWEN, r"model\.transformer_impl=local, .* set it to transformer_engine"),
+        (
+            replace(EIGHT, transformer_impl="local"),
+            1,
+            QWEN,
+            r"model\.transformer_impl=local, .* set it to transformer_engine",
+        ),
         (replace(EIGHT, dtype="float32"), 1, QWEN, r"model\.dtype=float32; set it to bfloat16"),
         (replace(EIGHT, lora=LoraConfig(rank=8)), 1, QWEN, r"model\.lora\.rank=8, .*; set it to 0"),
         (EIGHT, 1, "Qwen3-30B-A3B", "experts, whose tokens"),
