@@ -20,7 +20,6 @@ import torch
 from megarl.learn.memory.phases import Place
 from megarl.learn.memory.residents import Resident
 
-
 GPU = torch.cuda.is_available()
 
 
@@ -65,7 +64,8 @@ def main() -> None:
     for name, moves in found.items():
         leave, back = (statistics.median(times) for times in zip(*moves, strict=True))
         rows.append(f"| {name} | {leave:.2f} | {gb / leave:.1f} | {back:.2f} | {gb / back:.1f} |")
-    text = f"{gb:.2f} GB in {len(tensors)} storages, digests of both moves included; medians of {args.rounds} rounds in turn.\n\n"
+    text = f"{gb:.2f} GB in {len(tensors)} storages, digests of both moves included; "
+    text += f"medians of {args.rounds} rounds in turn.\n\n"
     text += "\n".join(rows)
     print(text)
     if args.write:
