@@ -108,8 +108,8 @@ def search(work: StepWork, gpus: int, device: Device, name: str, ahead: int = 0,
 
 
 def transport_in_turns(grid: ParallelConfig, tp: int, node: int) -> str:
-    """Return the transport of engines that share GPUs with the trainer. Within a node weights go by shared memory; NCCL
-    does not connect two processes of one GPU, so weights from other nodes go by gloo."""
+    """Return the transport of engines that share GPUs with the trainer: GPU memory within a node, else gloo.
+    NCCL between processes that share their GPUs with others was never run."""
     copy = grid.pp * max(grid.tp * grid.cp, grid.ep * grid.expert_tp)
     return "nccl" if max(copy, tp) <= node else "gloo"
 
