@@ -110,7 +110,8 @@ MUTANTS = (
            "unit/test_rewards_shape.py"),
     # what is checked before anything is trained
     Mutant("log-probs above 0 are trained on", "buffer/experience/operators.py",
-           "if not float(bounds.logp) <= LARGEST_LOGP or math", "if math", "unit/test_reward_pipeline.py unit/test_trajectory.py"),
+           "if not float(bounds.logp) <= LARGEST_LOGP or math", "if math",
+           "unit/test_reward_pipeline.py unit/test_trajectory.py"),
     Mutant("spans of older weights may follow", "buffer/experience/operators.py", "span.version < version:", "False:",
            "unit/test_reward_pipeline.py unit/test_trajectory.py"),
     Mutant("engines may sample anything", "train/update/gap.py", "difference.mean <= tolerance",
