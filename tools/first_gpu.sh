@@ -63,7 +63,7 @@ large() {
       experiment=quickstart parallel=tp1 parallel.backend=nccl "run.dir=$OUT/runs/large" "$@" \
       --gpus-per-node 1 --gpu "$card" --lengths 512,512,512 --top 1
   done
-  "$PYTHON" benchmarks/bare_engine.py "$OUT/runs/large/model"
+  "$PYTHON" tools/bare_engine.py "$OUT/runs/large/model"
 }
 
 # job_in_eight_bits NAME SETTING OVERRIDES...

@@ -76,7 +76,7 @@ def test_the_large_job_passes_the_checks_and_has_a_prediction(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked, python = tmp_path / "asked", tmp_path / "python"
-    python.write_text(f'#!/bin/sh\ncase "$*" in "-m megarl"*|benchmarks*) echo "$*" >> {asked};; esac\n')
+    python.write_text(f'#!/bin/sh\ncase "$*" in "-m megarl"*|tools*) echo "$*" >> {asked};; esac\n')
     python.chmod(0o755)
     with monkeypatch.context() as patch:
         patch.setattr(sys, "executable", str(python))
@@ -90,7 +90,7 @@ def test_the_large_job_passes_the_checks_and_has_a_prediction(
     monkeypatch.chdir(ROOT)
     assert main(["train", "--check", "--gpus-per-node", "1", *shrunk, *FEW_ROWS]) == 0, capsys.readouterr()
     capsys.readouterr()
-    assert bare[0] == "benchmarks/bare_engine.py"
+    assert bare[0] == "tools/bare_engine.py"
     Path(bare[1]).mkdir(parents=True)
     Path(bare[1], "config.json").write_text(json.dumps(complete(QWEN2_5_1_5B)))
     assert main(plan[2:]) == 0

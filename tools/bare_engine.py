@@ -1,4 +1,4 @@
-"""vLLM without megarl, to set beside a job's rollout: ``python benchmarks/bare_engine.py MODEL [--requests N]``.
+"""vLLM without megarl, to set beside a job's rollout: ``python tools/bare_engine.py MODEL [--requests N]``.
 
 Every request has random tokens and runs to its last token. On a GPU also the seconds in which the engine sleeps
 (level 2) and wakes. Without a GPU the same code runs on vLLM's CPU build, which measures nothing.
