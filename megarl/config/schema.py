@@ -437,6 +437,12 @@ class RolloutConfig:
     """Type of the engines' linear layers and experts: the model's, or 8 bits, quantised as weights arrive. 8 bits need
     ``model.dtype=bfloat16`` and the settings that an 8-bit KV cache needs. Embeddings, LM head, routers and vision
     towers keep the model's type (docs/tuning.md)."""
+    speculative: Literal["none", "ngram", "suffix", "mtp"] = "none"
+    """Method that drafts tokens, which the model then verifies in one forward pass (vLLM's): ``ngram`` repeats the
+    sequence's own text, ``suffix`` also other responses. Samples keep the model's distribution (docs/tuning.md).
+    ``mtp`` is refused: no sync replaces an engine's draft layers."""
+    speculative_tokens: Annotated[int, Bound(1, 32)] = 4
+    """Most tokens of a draft."""
     engine_options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Further options of vLLM's engine by their vLLM names, such as ``{max_num_batched_tokens: 16384}``
     (docs/tuning.md). Options that megarl sets, or that its checks depend on, are refused."""

@@ -74,6 +74,7 @@ PATHS = [
     ("GET", "/no/such/path"),
     ("GET", "/v1/models"),
     ("GET", "/megarl/state"),
+    ("GET", "/megarl/drafts"),
     ("GET", "/server_info"),
     ("OPTIONS", "/v1/completions"),
     ("POST", "/v1/completions"),

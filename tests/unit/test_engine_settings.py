@@ -17,6 +17,7 @@ from megarl.config.schema import ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
+from megarl.run.checks.decoding import DECODE_CONTEXT, check_decode_context
 from megarl.run.checks.engine_options import (
     ON_CPU,
     REASONS,
@@ -82,6 +83,10 @@ def test_caches_that_can_be() -> None:
         ({"quantization": "fp8"}, "megarl compares them with what it sent"),
         ({"max_lora_rank": 8}, "megarl compares them with what it sent"),
         ({"spec_tokens": 3}, "another distribution"),
+        ({"speculative_config": {}}, "rollout.speculative decides it"),
+        ({"enable_eplb": True}, "moves experts between workers"),
+        ({"data_parallel_size": 2}, "megarl has no layout"),
+        ({"dcp_q_replicate": True}, "megarl compares them with what it sent"),
         ({"api_key": "x"}, "reaches or watches"),
         ({"compilation_config": {}}, "wrongly on CPUs"),
         ({"enable_prefix_caching": 1}, "takes true or false"),
@@ -141,6 +146,44 @@ def test_a_batch_on_a_cpu_holds_a_whole_prompt() -> None:
     with pytest.raises(ConfigError, match="set it to 128 or more"):
         check_batched_tokens(Config(rollout=rollout))
     check_batched_tokens(Config(rollout=replace(rollout, engine_options={"max_num_batched_tokens": 128})))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["rollout.speculative=mtp"], "no sync replaces or verifies the draft layers"),
+        (["rollout.speculative=ngram", "rollout.routing_replay=true"], "expert ids of rejected drafts"),
+        (["rollout.speculative=ngram", "rollout.pp=2"], "with rollout.pp=2: vLLM 0.32 looks for a drafter"),
+        (["rollout.speculative=suffix"], "arctic_inference, which is not installed; pip install arctic-inference"),
+    ],
+)
+def test_drafts_that_cannot_be_are_refused(overrides: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check(*overrides)
+
+
+WIDE = (*GPU, "rollout.tp=8")
+
+
+@pytest.mark.parametrize(
+    ("size", "overrides", "words"),
+    [
+        (2, ("rollout.tp=8",), "attention on CPUs"),
+        (3, WIDE, "does not divide rollout.tp=8"),
+        (8, WIDE, "8 workers for each of the model's 2 KV heads are 16"),
+        (0, WIDE, "takes a whole number"),
+        (2, (*WIDE, "rollout.routing_replay=true"), "records no experts"),
+        (2, WIDE, ""),
+        (1, (), ""),
+    ],
+)
+def test_workers_divide_a_context_where_they_share_a_head(size: Any, overrides: tuple[str, ...], words: str) -> None:
+    model_type, sizes = FAMILIES["qwen3"]
+    hf_config = AutoConfig.for_model(model_type, **sizes).to_dict()
+    config = config_of(Path("x"), *overrides)
+    config = replace(config, rollout=replace(config.rollout, engine_options={DECODE_CONTEXT: size}))
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_decode_context(config, hf_config)
 
 
 REFUSED = "rollout.weight_dtype=fp8 on GPUs of compute capability {}: .* from 8.9 on"

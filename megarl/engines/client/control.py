@@ -42,6 +42,14 @@ class EngineState:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """Tokens that an engine has drafted since its start, and those of them that the model accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+
+@dataclass(frozen=True)
 class EngineControl:
     """One engine server at ``url``. Every method raises EngineError with the server's message if refused."""
 
@@ -215,6 +223,14 @@ class EngineControl:
             return Scores.of(answer, token_ids, sample, prompt="among" not in how)
         except (LookupError, TypeError, ValueError) as error:
             raise self._malformed("POST /inference/v1/generate", str(answer)[:200]) from error
+
+    def drafts(self) -> Drafts:
+        """Return the counts of drafts since the engine's start (``rollout.speculative``)."""
+        answer = self.call("GET", "/megarl/drafts")
+        try:
+            return Drafts(**answer)
+        except TypeError as error:
+            raise self._malformed("GET /megarl/drafts", answer) from error
 
     def health(self, timeout_s: float) -> None:
         """Return if the server reports that it is healthy."""

@@ -33,6 +33,7 @@ from vllm.inputs import EngineInput, TokensPrompt, tokens_input
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
 from megarl.core.pictures import decode
 from megarl.core.schema import WeightsVersion
@@ -55,6 +56,8 @@ _JOIN_PATH = "/init_weight_transfer_engine"
 _UPDATE_PATHS = (_JOIN_PATH, "/start_weight_update", "/update_weights", "/finish_weight_update")
 _KV_SLEEPS = "the engine's KV cache sleeps"
 _PAUSE_PATH, _RESUME_PATH = "/pause", "/resume"
+DRAFT_COUNTERS = {"drafted": "vllm:spec_decode_num_draft_tokens", "accepted": "vllm:spec_decode_num_accepted_tokens"}
+"""Count -> its name among vLLM's metrics."""
 _HELD_S = 0.05
 """Seconds between two checks for the end of a pause."""
 _request_numbers = itertools.count()
@@ -130,6 +133,7 @@ class Endpoints:
         app.add_api_route("/megarl/refuse", _refuse, methods=["POST"])
         app.add_api_route("/megarl/asleep", _asleep, methods=["POST"])
         app.add_api_route("/megarl/state", _state, methods=["GET"])
+        app.add_api_route("/megarl/drafts", _drafts, methods=["GET"])
         app.add_api_route("/megarl/queued", _queued, methods=["GET"])
         app.add_middleware(Gate, state=app.state)
 
@@ -263,6 +267,16 @@ async def _state(request: Request) -> JSONResponse:
             "workers": own.megarl_workers,
         }
     )
+
+
+async def _drafts(request: Request) -> JSONResponse:
+    """Return the drafted and the accepted tokens since the engine's start (``rollout.speculative``)."""
+    counted = {"drafted": 0, "accepted": 0}
+    for metric in get_metrics_snapshot():
+        for name in counted:
+            if isinstance(metric, Counter) and metric.name == DRAFT_COUNTERS[name]:
+                counted[name] += metric.value
+    return JSONResponse(counted)
 
 
 async def _queued(request: Request) -> JSONResponse:

@@ -36,9 +36,10 @@ from megarl.weights.reshard.plan import ReshardPlan, build_plan
 if current_platform.is_cpu():
     # Needed before a worker builds its model.
     import megarl.engines.cpu.local_experts  # noqa: F401
+    from megarl.engines.cpu import drafts, single_rows
     from megarl.engines.cpu import router_bias as cpu_router
-    from megarl.engines.cpu import single_rows
 
+    drafts.install()
     single_rows.install()
     cpu_router.install()
 

@@ -18,6 +18,7 @@ from megarl.config.overrides import nearest
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import Job, ProcessKind
 from megarl.engines.client.names import EIGHT_BIT_BLOCK
+from megarl.run.checks.decoding import check_speculation
 from megarl.run.nodes import gpu_state
 from megarl.weights.architectures import architecture
 
@@ -44,19 +45,22 @@ SETTINGS: Mapping[str, str] = {
     "nnodes": "rollout.nodes",
     "scheduling_policy": "sync.pause",
     "seed": "trainer.seed",
+    "speculative_config": "rollout.speculative",
 }
 """vLLM's option -> the megarl setting that determines it."""
 WEIGHTS = (
     "quantization", "quantization_config", "allow_deprecated_quantization", "load_format", "model_loader_extra_config",
     "model_impl", "model_weights", "model_class_overrides", "config_format", "hf_config_path", "revision",
-    "code_revision", "ignore_patterns", "*lora*", "cpu_offload_*", "offload_*", "*eplb*", "*elastic_ep*",
-    "expert_placement_strategy", "enable_ep_weight_filter", "moe_backend", "linear_backend", "kernel_config",
-    "mm_encoder_tp_mode", "mm_encoder_only", "language_model_only", "data_parallel_*", "*context_parallel_size",
+    "code_revision", "ignore_patterns", "*lora*", "cpu_offload_*", "offload_*", "enable_ep_weight_filter",
+    "moe_backend", "linear_backend", "kernel_config",
+    "mm_encoder_tp_mode", "mm_encoder_only", "language_model_only", "prefill_context_parallel_size", "dcp_q_replicate",
     "weight_transfer_config", "worker_cls", "worker_extension_cls", "runner", "convert", "sleep_*",
     "enable_cumem_allocator", "enable_nccl_comm_suspend", "pt_load_map_location", "additional_config",
 )  # fmt: skip
+MOVED_EXPERTS = ("*eplb*", "expert_placement_strategy", "*elastic_ep*")
+SPREAD_EXPERTS = ("data_parallel_*",)
 DISTRIBUTION = (
-    "logprobs_mode", "speculative_config", "spec_*", "generation_config", "override_generation_config",
+    "logprobs_mode", "spec_*", "generation_config", "override_generation_config",
     "watermark_config", "logits_processors", "kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill",
     "return_sampling_mask", "diffusion_config", "mm_encoder_attn_dtype", "tokenizer_*", "skip_tokenizer_init",
     "disable_sliding_window", "enable_prompt_embeds", "video_pruning_*", "*kv_transfer_config", "kv_events_config",
@@ -69,6 +73,9 @@ CONTROL = (
 )  # fmt: skip
 REASONS: Mapping[str, tuple[str, ...]] = {
     "decides what the engine's weights are, or where they lie: megarl compares them with what it sent": WEIGHTS,
+    "moves experts between workers: slices would arrive at, and digests be compared with, other experts": MOVED_EXPERTS,
+    "divides experts over data_parallel_size * rollout.tp workers, for which megarl has no layout (raise rollout.tp "
+    "with rollout.expert_parallel=true, or rollout.replicas)": SPREAD_EXPERTS,
     "could let an engine sample from another distribution than the one whose log-probs it returns": DISTRIBUTION,
     "is how megarl starts, reaches or watches an engine": CONTROL,
 }
@@ -151,6 +158,7 @@ def check_engine_settings(config: Config, job: Job) -> None:
     _check_cache_size(config)
     _check_dtypes(config, job)
     check_engine_options(config)
+    check_speculation(config)
 
 
 def check_eight_bits(config: Config, hf_config: Mapping[str, Any]) -> None:

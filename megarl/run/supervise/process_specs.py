@@ -41,6 +41,8 @@ from megarl.tasks.image_processor import pixel_limits
 from megarl.tasks.image_rows import MAX_IMAGES
 
 _PREFILL_TOKENS = 8192
+NGRAM = 2, 5
+"""Fewest and most tokens at a sequence's end that ``rollout.speculative=ngram`` looks for earlier in the sequence."""
 _CPU_ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles for 19 s
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind to the cores that trainer ranks use
@@ -96,7 +98,9 @@ def engine_process(
     if rollout.weight_dtype != "auto":
         argv += ["--quantization", "online", "--quantization-config", json.dumps(EIGHT_BITS)]
     argv += ["--tensor-parallel-size", str(rollout.tp), "--pipeline-parallel-size", str(rollout.pp)]
-    argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--disable-log-stats"]
+    argv += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    # Accepted drafts are counted in vLLM's statistics alone.
+    argv += ["--disable-log-stats"] if rollout.speculative == "none" else _speculative_options(rollout)
     argv += ["--disable-uvicorn-access-log", "--disable-fastapi-docs"]
     argv += ["--middleware", "megarl.engines.client.names.RequireKey"]
     argv += ["--weight-transfer-config", json.dumps({"backend": PLUGIN})]
@@ -132,7 +136,9 @@ def engine_process(
         # A seeded request with a chunked prefill kills the engine on CPU ("CPU Generator does not use offset").
         argv += ["--no-enable-chunked-prefill"]
         if "max_num_batched_tokens" not in rollout.engine_options:
-            argv += ["--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS))]
+            # A full batch would cut drafts short, so that seeded samples would depend on other requests.
+            drafted = rollout.max_num_seqs * (1 + rollout.speculative_tokens)
+            argv += ["--max-num-batched-tokens", str(max(context, _PREFILL_TOKENS, drafted))]
         if rollout.tp * rollout.pp == 1:
             argv += ["--distributed-executor-backend", "uni"]  # see engine_environment
     else:
@@ -157,9 +163,13 @@ def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = 
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_PLUGINS": PLUGIN,
+        "VLLM_DCP_Q_REPLICATE": "0",  # with decode context parallelism workers would hold other slices of queries
         "VLLM_SERVER_DEV_MODE": "1",
         "OMP_NUM_THREADS": str(rollout.num_threads),
     }
+    if rollout.speculative == "ngram":
+        # Numba would otherwise set OpenMP's threads to all cores, for torch too: ten times slower on busy CPUs.
+        environment["NUMBA_NUM_THREADS"] = str(rollout.num_threads)
     if rollout.routing_replay:
         environment |= {CPU_ROUTING: "1"} if device == "cpu" else {"VLLM_USE_V2_MODEL_RUNNER": "1"}
     if device == "cpu":
@@ -169,6 +179,14 @@ def engine_environment(rollout: RolloutConfig, device: Literal["cpu", "cuda"] = 
             # to set its OpenMP environment, which is set above.
             environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     return environment
+
+
+def _speculative_options(rollout: RolloutConfig) -> list[str]:
+    """Return the options of an engine that verifies drafts."""
+    speculative: dict[str, Any] = {"method": rollout.speculative, "num_speculative_tokens": rollout.speculative_tokens}
+    if rollout.speculative == "ngram":
+        speculative |= {"prompt_lookup_min": NGRAM[0], "prompt_lookup_max": NGRAM[1]}
+    return ["--speculative-config", json.dumps(speculative)]
 
 
 def _further_options(options: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from megarl.config import Config
 from megarl.train.part import Part, Services
+from megarl.train.parts.acceptance import DraftAcceptance
 from megarl.train.parts.ahead import DrainAhead
 from megarl.train.parts.average import AveragedActor
 from megarl.train.parts.batches import KeptBatches
@@ -27,6 +28,7 @@ from megarl.train.rollout.group_part import made
 
 PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.sync.order == "completion" and c.sync.pause == "wait", Quiet),
+    (lambda c: c.rollout.speculative != "none", DraftAcceptance),  # before colocated engines leave
     (lambda c: c.rollout.is_colocated, Colocation),
     (lambda c: c.reference.refresh != "never", ReferenceRefresh),
     (lambda c: c.sync.cold_interval is not None, ColdCheck),

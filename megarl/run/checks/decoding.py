@@ -1,0 +1,85 @@
+"""Checks of how engines decode: drafts (``rollout.speculative``), and a KV cache that workers divide by position."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.config import Config
+from megarl.core.errors import ConfigError
+from megarl.weights.architectures import architecture
+
+DECODE_CONTEXT = "decode_context_parallel_size"
+"""vLLM's option for the number of workers that divide a KV cache."""
+PACKAGES: Mapping[str, tuple[str, str]] = {
+    "ngram": ("numba", "numba==0.65.0"),
+    "suffix": ("arctic_inference", "arctic-inference"),
+}
+"""Method -> (module that vLLM imports for it, package to install)."""
+
+
+def check_speculation(config: Config) -> None:
+    """Raise ConfigError if engines cannot draft with these settings, or would draft with old weights."""
+    method, rollout = config.rollout.speculative, config.rollout
+    if method == "none":
+        return
+    given = f"rollout.speculative={method}"
+    if method == "mtp":
+        raise ConfigError(
+            f"{given}: no sync replaces or verifies the draft layers of an engine, so they would keep the weights of "
+            "model.path; set it to ngram or none"
+        )
+    if rollout.routing_replay:
+        raise ConfigError(
+            f"{given} with rollout.routing_replay=true: expert ids of rejected drafts would be recorded as those of "
+            "sampled tokens; set one of them back"
+        )
+    if rollout.pp > 1:
+        raise ConfigError(
+            f"{given} with rollout.pp={rollout.pp}: vLLM 0.32 looks for a drafter on every pipeline stage, but "
+            "makes it on the last alone; set rollout.pp=1 and raise rollout.tp, or set speculative to none"
+        )
+    module, package = PACKAGES[method]
+    if importlib.util.find_spec("vllm") and importlib.util.find_spec(module) is None:
+        raise ConfigError(
+            f"{given}: vLLM drafts with {module}, which is not installed; pip install {package}, or set it to none"
+        )
+
+
+def check_decode_context(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError unless the engine's tensor-parallel workers can divide their KV cache by position.
+
+    The workers' weights are those without it: workers that share a KV head already have copies of its projections.
+    """
+    rollout = config.rollout
+    size = rollout.engine_options.get(DECODE_CONTEXT, 1)
+    if size == 1:
+        return
+    given = f"rollout.engine_options.{DECODE_CONTEXT}={size!r}"
+    if not isinstance(size, int) or size < 1:
+        raise ConfigError(f"{given}: it takes a whole number from 1 on")
+    if config.parallel.backend == "gloo":
+        raise ConfigError(
+            f"{given} with parallel.backend=gloo: vLLM's attention on CPUs cannot merge parts of a context; leave "
+            "it out"
+        )
+    if rollout.routing_replay:
+        raise ConfigError(
+            f"{given} with rollout.routing_replay=true: vLLM records no experts then; set one of them back"
+        )
+    if rollout.tp % size:
+        raise ConfigError(f"{given} does not divide rollout.tp={rollout.tp}; set it to a divisor")
+    sizes = architecture(hf_config).sizes(hf_config)
+    if hf_config.get("kv_lora_rank") is not None:
+        return
+    if rollout.tp < sizes.kv_heads * size:
+        raise ConfigError(
+            f"{given} with rollout.tp={rollout.tp}: {size} workers for each of the model's {sizes.kv_heads} KV heads "
+            f"are {size * sizes.kv_heads}; set rollout.tp to that or more, or leave the option out"
+        )
+    if (sizes.heads // sizes.kv_heads) % size:
+        raise ConfigError(
+            f"{given} does not divide the model's {sizes.heads // sizes.kv_heads} query heads of a KV head; set it to "
+            "a divisor, or leave it out"
+        )
