@@ -1,10 +1,12 @@
-"""What a card gives the trainer: ``python benchmarks/gpu.py attention|update|sync|jobs [--write]``.
+"""What a card gives the trainer: ``python benchmarks/gpu.py attention|update|layers|sync|jobs [--write]``.
 
 - ``attention``: packed attention in bfloat16 by torch's kernel, its outputs and gradients against float32, and its time
   beside the path that float32 takes.
 - ``update``: forward, backward and optimizer step of a packed micro-batch; model FLOPs against the card's.
+- ``layers``: four layers of Qwen2.5-7B's shape by recomputation: seconds, and activations beside their estimate.
 - ``sync``: a trainer process sends its weights slice by slice into an engine process's tensors on the same card, with
-  and without digests, beside plain copies of as many bytes.
+  and without digests, beside plain copies of as many bytes. Buckets of registered host memory and of the card (CUDA
+  IPC) are kept, so the first sync takes longer than later ones.
 - ``jobs``: ``experiment=sft``, killed and resumed beside a run that was not, and ``experiment=dpo``.
 
 Without a GPU the same code runs at toy size on the CPU, which proves that it runs and measures nothing.
@@ -55,7 +57,11 @@ QWEN2_5_1_5B: dict[str, Any] = {
 TOY = QWEN2_5_1_5B | {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4,
                       "vocab_size": 1024}  # fmt: skip
 MODEL = QWEN2_5_1_5B if GPU else TOY
+LAYERS_OF_7B = QWEN2_5_1_5B | {"hidden_size": 3584, "intermediate_size": 18_944, "num_hidden_layers": 4,
+                               "num_attention_heads": 28, "num_key_value_heads": 4, "vocab_size": 152_064,
+                               "tie_word_embeddings": False}  # fmt: skip
 TOKENS = 16_384 if GPU else 256
+LOGITS_BYTES = 2**30 if GPU else 2**20
 HEADS = ((12, 2, 128), (32, 8, 128), (14, 2, 64), (4, 2, 32))
 """Query heads, key/value heads and width of Qwen2.5-1.5B, Llama-3.1-8B, Qwen2.5-0.5B and the quickstart's model."""
 DATA_SHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -64,14 +70,19 @@ DATA_SHEET = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
 
 def seconds(step: Callable[[], object], repeats: int = 5) -> float:
     """Median time of ``step`` after two that warm up."""
+    return statistics.median(every(step, repeats + 2)[2:])
+
+
+def every(step: Callable[[], object], repeats: int) -> list[float]:
+    """Time of ``step``, each time."""
     taken = []
-    for _ in range(repeats + 2):
+    for _ in range(repeats):
         _synchronize()
         start = time.perf_counter()
         step()
         _synchronize()
         taken.append(time.perf_counter() - start)
-    return statistics.median(taken[2:])
+    return taken
 
 
 def _synchronize() -> None:
@@ -203,7 +214,9 @@ def update(profile: str | None, layers: list[str], recomputes: list[str]) -> Ite
                     continue
                 kept = profile if (which, recompute, name) == ("local", "none", "long-tailed") else None
                 try:
-                    *taken, memory = _update_of(parallel, which, recompute, lengths, kept)
+                    impl: Any = which.partition(",")[0]
+                    settings = ModelConfig("unused", dtype="bfloat16", recompute=recompute, transformer_impl=impl)
+                    *taken, memory, _ = _update_of(parallel, settings, lengths, kept, "unfused" not in which)
                     speed = flops_of(MODEL, lengths) / taken[1]
                     found = " | ".join(
                         [*(f"{t:.3f}" for t in taken), f"{speed / peak:.1%}", f"{speed / sheet:.1%}", f"{memory:.1f}"]
@@ -216,10 +229,49 @@ def update(profile: str | None, layers: list[str], recomputes: list[str]) -> Ite
                     torch.cuda.empty_cache()
 
 
+def layers_of_7b() -> Iterator[str]:
+    from megarl.learn.memory.activation_bytes import activation_bytes
+    from megarl.weights.architectures import architecture
+    from megarl.weights.architectures.complete import complete
+
+    parallel = ParallelConfig(backend=BACKEND)
+    one_rank(parallel)
+    shape = complete(LAYERS_OF_7B if GPU else TOY)
+    sizes = architecture(shape).sizes(shape)
+    yield (
+        f"{sizes.num_layers} layers of width {sizes.hidden} and {sizes.vocab:,} tokens, bfloat16, {TOKENS:,} tokens in "
+        f"one packed micro-batch; logits by {LOGITS_BYTES >> 20} MiB."
+    )
+    yield ""
+    yield "| recompute | forward + backward, s | activations, GiB | estimated, GiB |"
+    yield "|---|---|---|---|"
+    ways: dict[str, dict[str, Any]] = {
+        "none": {},
+        "core_attn": {"recompute": "selective"},
+        "mlp": {"recompute": "selective", "recompute_modules": ["mlp"]},
+        "full": {"recompute": "full"},
+    }
+    for name, more in ways.items():
+        settings = ModelConfig("unused", dtype="bfloat16", **more)
+        taken = _update_of(parallel, settings, lengths_of(TOKENS, TOKENS // 4), None, shape=shape, logits=LOGITS_BYTES)
+        estimate = activation_bytes(sizes, settings, parallel, TOKENS, LOGITS_BYTES) / 2**30
+        yield f"| {name} | {taken[1]:.3f} | {taken[-1]:.2f} | {estimate:.2f} |"
+        gc.collect()
+        if GPU:
+            torch.cuda.empty_cache()
+
+
 def _update_of(
-    parallel: ParallelConfig, which: str, recompute: Any, lengths: list[int], profile: str | None
+    parallel: ParallelConfig,
+    settings: ModelConfig,
+    lengths: list[int],
+    profile: str | None,
+    fused: bool = True,
+    shape: dict[str, Any] = MODEL,
+    logits: int | None = None,
 ) -> list[float]:
-    """Seconds of log-probs, of forward and backward, of the optimizer's step; the peak of memory in GiB."""
+    """Seconds of log-probs, of forward and backward, of the optimizer's step; GiB of the peak of memory, and of what
+    the passes add to the model's own."""
     from megarl.learn import algorithms
     from megarl.learn.batching import Sequences, micro_batches
     from megarl.learn.models.gpt import unwrap
@@ -227,26 +279,28 @@ def _update_of(
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
 
-    impl: Any = which.partition(",")[0]
-    settings = ModelConfig(path="unused", dtype="bfloat16", recompute=recompute, transformer_impl=impl)
     limits = micro_batching_for(parallel, TrainerConfig(max_tokens_per_micro_batch=TOKENS))
-    model = TrainedModel(MODEL, settings, parallel, Head(MODEL["vocab_size"]), limits, OptimizerConfig(lr=1e-6))
-    if "unfused" in which:
+    head = Head(shape["vocab_size"], logits_bytes=logits)
+    model = TrainedModel(shape, settings, parallel, head, limits, OptimizerConfig(lr=1e-6))
+    if not fused:
         config: Any = unwrap(model.model.chunks[0]).config
         config.bias_activation_fusion = False
     mask = torch.ones(TOKENS, dtype=torch.bool)
     mask[torch.tensor(lengths).cumsum(0) - 1] = False
-    step = Sequences(torch.randint(0, MODEL["vocab_size"], (TOKENS,)), torch.tensor(lengths), mask)
+    step = Sequences(torch.randint(0, shape["vocab_size"], (TOKENS,)), torch.tensor(lengths), mask)
     batches = micro_batches(step, limits, 0)
     objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(), step)
     if GPU:
         torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated() if GPU else 0
     passes = seconds(lambda: model.backward(step, batches, objective), 3)
+    added = torch.cuda.max_memory_allocated() - held if GPU else 0
     outputs = seconds(lambda: model.model.outputs(step, [batches]), 3)
     stepping = seconds(lambda: model.step(0.0), 3)
     if profile:
         _profile(lambda: model.backward(step, batches, objective), Path(profile))
-    return [outputs, passes, stepping, torch.cuda.max_memory_allocated() / 2**30 if GPU else 0.0]
+    peak = torch.cuda.max_memory_allocated() if GPU else 0
+    return [outputs, passes, stepping, peak / 2**30, added / 2**30]
 
 
 def _profile(step: Callable[[], object], path: Path) -> None:
@@ -280,21 +334,28 @@ def sync() -> Iterator[str]:
         mp.spawn(_sync_rank, (port, folder), nprocs=2)
         found = torch.load(Path(folder, "0.pt"))
     yield (
-        f"{size / 1e9:.2f} GB in bfloat16, one trainer rank and one engine rank, two processes on one device; medians "
-        "of 3."
+        f"{size / 1e9:.2f} GB in bfloat16, one trainer rank and one engine rank, two processes on one device; later: "
+        "the median of 3."
     )
     yield ""
-    yield "| way | s | GB/s |"
-    yield "|---|---|---|"
-    for name, taken in found.items():
-        yield f"| {name} | {taken:.3f} | {size / taken / 1e9:.1f} |"
+    yield "| way | first, s | second, s | later, s | GB/s |"
+    yield "|---|---|---|---|---|"
+    for name, (first, second, *later) in found.items():
+        taken = statistics.median(later)
+        yield f"| {name} | {first:.3f} | {second:.3f} | {taken:.3f} | {size / taken / 1e9:.1f} |"
 
 
 def _sync_rank(rank: int, port: int, folder: str) -> None:
     import torch.distributed as dist
     from reshard import Between, without_digests
 
-    from megarl.engines.sync.shared import HostMemory, SharedMemoryReceiver, SharedMemorySender, memory_file
+    from megarl.engines.sync.shared import (
+        DeviceMemory,
+        HostMemory,
+        SharedMemoryReceiver,
+        SharedMemorySender,
+        memory_file,
+    )
     from megarl.weights.reshard import execute
     from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
     from megarl.weights.reshard.plan import build_plan
@@ -308,11 +369,8 @@ def _sync_rank(rank: int, port: int, folder: str) -> None:
     files: list[Any] = [None, None]
     dist.all_gather_object(files, memory_file())
     link = Between(1 if rank == 0 else 0)
-    shared: Any = (
-        SharedMemorySender(link, frozenset([0]), HostMemory(files[0]))
-        if rank == 0
-        else SharedMemoryReceiver(link, {0}, HostMemory(others={0: files[0]}))
-    )
+    host = HostMemory(files[0]) if rank == 0 else HostMemory(others={0: files[0]})
+    memories: dict[str, Any] = {"host memory": host} | ({"the card's memory": DeviceMemory()} if GPU else {})
 
     def move(transport: Any, bucket: int, finish: Callable[[], None] = lambda: None) -> None:
         if rank == 0:
@@ -322,10 +380,16 @@ def _sync_rank(rank: int, port: int, folder: str) -> None:
         finish()
 
     ways: dict[str, Callable[[], object]] = {}
-    for mib in (8, 64):
-        way = lambda mib=mib: move(shared, mib << 20, shared.finish)  # noqa: E731
-        ways[f"slices through shared memory, buckets of {mib} MiB"] = way
-        ways[f"the same without the digests of what is sent, {mib} MiB"] = lambda way=way: without_digests(way)
+    for name, memory in memories.items():
+        shared: Any = (
+            SharedMemorySender(link, frozenset([0]), memory) if rank == 0 else SharedMemoryReceiver(link, {0}, memory)
+        )
+        for mib in (8, 64):
+            way = lambda shared=shared, mib=mib: move(shared, mib << 20, shared.finish)  # noqa: E731
+            ways[f"slices through {name}, buckets of {mib} MiB"] = way
+            ways[f"the same through {name}, {mib} MiB, without the digests of what is sent"] = lambda way=way: (
+                without_digests(way)
+            )
     ways["slices over sockets, buckets of 64 MiB"] = lambda: move(link, 64 << 20)
     flat = torch.cat([x.flatten() for x in tensors.values()])
     pinned = torch.empty(flat.shape, dtype=dtype, pin_memory=GPU)
@@ -342,7 +406,7 @@ def _sync_rank(rank: int, port: int, folder: str) -> None:
             _synchronize()
             dist.barrier()
 
-        found[name] = seconds(together, 3)
+        found[name] = every(together, 5)
     if rank == 0:
         torch.save(found, Path(folder, "0.pt"))
     dist.destroy_process_group()
@@ -417,7 +481,7 @@ def _difference(whole: Path, resumed: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["attention", "update", "sync", "jobs"])
+    parser.add_argument("what", choices=["attention", "update", "layers", "sync", "jobs"])
     parser.add_argument("--write", action="store_true", help="also write the lines into docs/benchmarks/gpu.md")
     parser.add_argument(
         "--layers", nargs="+", default=["local", "local, unfused"], help='of `update`; or "transformer_engine"'
@@ -429,6 +493,7 @@ def main() -> None:
     found = {
         "attention": attention,
         "update": lambda: update(arguments.profile, arguments.layers, arguments.recompute),
+        "layers": layers_of_7b,
         "sync": sync,
         "jobs": lambda: jobs(arguments.root.absolute()),
     }[arguments.what]()

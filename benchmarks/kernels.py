@@ -113,6 +113,16 @@ def logprob() -> Iterator[Race]:
     sizes = [(4096, 128, torch.float32), (512, 32_000, torch.float32), (256, 151_936, torch.bfloat16)]
     if GPU:
         sizes = [(8192, 151_936, torch.bfloat16), (8192, 151_936 // 8, torch.bfloat16), (8192, 32_000, torch.float32)]
+    yield from _logprob_of(sizes)
+
+
+def vocabularies() -> Iterator[Race]:
+    """Columns of Llama 2 to Gemma 3; few rows on a CPU."""
+    rows = 4096 if GPU else 64
+    yield from _logprob_of([(rows, vocab, torch.bfloat16) for vocab in (32_000, 65_536, 128_256, 200_064, 262_144)])
+
+
+def _logprob_of(sizes: list[tuple[int, int, torch.dtype]]) -> Iterator[Race]:
     for rows, vocab, dtype in sizes:
         base = torch.randn(rows, vocab, device=DEVICE).to(dtype)
         buffer = torch.empty_like(base)
@@ -446,7 +456,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--only", nargs="*", default=[], help="of logprob linear gae policy digest")
+    parser.add_argument("--only", nargs="*", default=[], help="of logprob vocabularies linear gae policy digest")
     parser.add_argument(
         "--write", action="store_true", help="also write docs/benchmarks/kernels.md; on a CPU --only has its own part"
     )
@@ -464,7 +474,7 @@ def main() -> None:
     )
     lines = [f"{device}; torch {torch.__version__}; memory {source}."]
     print(lines[0], flush=True)
-    for suite in (logprob, linear, gae, policy, digest):
+    for suite in (logprob, vocabularies, linear, gae, policy, digest):
         if options.only and suite.__name__ not in options.only:
             continue
         for line in table(suite(), speed, options.repeats):

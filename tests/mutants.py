@@ -109,8 +109,9 @@ MUTANTS = (
     Mutant("a long wrong answer is rewarded", "rewards/verdict.py", "min(0.0, term)", "max(0.0, term)",
            "unit/test_rewards_shape.py"),
     # what is checked before anything is trained
-    Mutant("log-probs above 0 are trained on", "buffer/experience/operators.py", "or logp.max() > LARGEST_LOGP:",
-           "or False:", "unit/test_reward_pipeline.py unit/test_trajectory.py"),
+    Mutant("log-probs above 0 are trained on", "buffer/experience/operators.py",
+           "if not float(bounds.logp) <= LARGEST_LOGP or math", "if math",
+           "unit/test_reward_pipeline.py unit/test_trajectory.py"),
     Mutant("spans of older weights may follow", "buffer/experience/operators.py", "span.version < version:", "False:",
            "unit/test_reward_pipeline.py unit/test_trajectory.py"),
     Mutant("engines may sample anything", "train/update/gap.py", "difference.mean <= tolerance",

@@ -60,15 +60,16 @@ def _gated_delta(hidden: int, layers: int, heads: int, kv: int, experts: int, ml
         full = number % 4 == 3
         attention = [Product(hidden, (2 * heads + 2 * kv) * 256 if full else 3 * heads * 256, "column")]
         attention.append(Product(heads * 256, hidden, "row"))
+        after = [Product(hidden, 2 * mlp, "column"), Product(mlp, hidden, "row")]
         if experts:
-            attention += [Product(hidden, experts, "none"), Product(hidden, 2 * mlp, "expert_column", 8)]
-            attention.append(Product(mlp, hidden, "expert_row", 8))
-        attention += [Product(hidden, 2 * mlp, "column"), Product(mlp, hidden, "row")]
+            after += [Product(hidden, experts, "none"), Product(hidden, 2 * mlp, "expert_column", 8)]
+            after.append(Product(mlp, hidden, "expert_row", 8))
         inner = 3 * mlp + (8 * (3 * mlp + 4 * hidden) if experts else 0)
         elements = (8 * hidden, 2 * (heads + 2 * kv) * 256 + inner)
         found.append(
             LayerCost(
                 tuple(attention),
+                tuple(after),
                 heads * full,
                 512,
                 elements,

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What to run first on a machine with a GPU: about ten minutes on one card, without a network.
+# What to run first on a machine with a GPU: about twenty minutes on one card, without a network.
 #
 #   tools/first_gpu.sh [STEP...]
 #
@@ -8,7 +8,7 @@
 # too long the others go on; the exit code is the number of steps that failed. Without a GPU nothing is measured: what can
 # run on a CPU runs at toy size, and the rest says what it would prove.
 OUT=${OUT:-runs/first_gpu}
-STEPS=${*:-build kernels learner attention update speed sync sanitizer jobs loop exact apart \
+STEPS=${*:-build kernels learner attention update layers speed sync offload sanitizer jobs loop exact apart large \
   eight_bits eight_bit_experts eight_bit_cache}
 export WITHOUT_VLLM=0
 . "$(dirname "$0")/gpu_steps.sh"
@@ -44,6 +44,26 @@ apart() {
   local card=${CUDA_VISIBLE_DEVICES:-0}
   CUDA_VISIBLE_DEVICES="${card%%,*},${card%%,*}" job apart model.dtype=bfloat16 rollout.placement=separate \
     sync.transport=nccl sync.cold_interval=3
+}
+
+# Random weights in the shape of Qwen2.5-1.5B: nearly every response runs to its last token. Then the prediction of the
+# same job (`set`), and vLLM alone on its model.
+large() {
+  local shape="model_type=qwen2 vocab_size=151936 hidden_size=1536 intermediate_size=8960 num_hidden_layers=28
+    num_attention_heads=12 num_key_value_heads=2 head_dim=128 max_position_embeddings=1024 tie_word_embeddings=true
+    initializer_range=0.02" card
+  # shellcheck disable=SC2086
+  set -- $(printf 'model.from_scratch.%s ' $shape) model.dtype=bfloat16 rollout.placement=colocated \
+    rollout.max_response_tokens=512 rollout.kv_cache_bytes=8589934592 rollout.max_num_seqs=128 \
+    trainer.tasks_per_step=16 algorithm.group_size=8 trainer.updates_per_step=1 algorithm.kl.coef=0 \
+    trainer.logits_bytes=1073741824 trainer.max_tokens_per_micro_batch=16384 trainer.keep_checkpoints=1
+  STEPS_OF_JOB="trainer.steps=3 trainer.warm_start.steps=0" job large "$@" || return
+  for card in h100 h200 b200 gb200 a100 l40s; do
+    nvidia-smi --query-gpu=name --format=csv,noheader | head -1 | grep -qiw "$card" && "$PYTHON" -m megarl plan \
+      experiment=quickstart parallel=tp1 parallel.backend=nccl "run.dir=$OUT/runs/large" "$@" \
+      --gpus-per-node 1 --gpu "$card" --lengths 512,512,512 --top 1
+  done
+  "$PYTHON" tools/bare_engine.py "$OUT/runs/large/model"
 }
 
 # job_in_eight_bits NAME SETTING OVERRIDES...
@@ -83,7 +103,7 @@ PYTHON
   [ -d "$model" ] && job_in_eight_bits eight_bit_experts weight_dtype "model.path=$model" model.from_scratch=null
 }
 
-export -f build sanitizer apart job_in_eight_bits experts_in_eight_bits
+export -f build sanitizer apart large job_in_eight_bits experts_in_eight_bits
 tests_of_kernels=$(grep -rl "mark.gpu" tests/unit)
 tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
 # shellcheck disable=SC2086
@@ -96,9 +116,12 @@ tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
   step attention 90 "packed attention in bfloat16 against float32" 0 "$PYTHON" benchmarks/gpu.py attention
   step update 150 "model FLOPs of an update against the card's" 0 \
     "$PYTHON" benchmarks/gpu.py update --profile "$OUT/profile.txt"
-  step speed 150 "kernels against the card's bandwidth and what one would use instead" 1 \
+  step layers 150 "seconds and activations of Qwen2.5-7B's layers by recomputation, beside the estimate" 0 \
+    "$PYTHON" benchmarks/gpu.py layers
+  step speed 240 "kernels against the card's bandwidth and what one would use instead" 1 \
     "$PYTHON" benchmarks/kernels.py
-  step sync 90 "rate of weights from one process to another" 0 "$PYTHON" benchmarks/gpu.py sync
+  step sync 90 "rate of weights from one process to another, first and later, by host memory and CUDA IPC" 0 "$PYTHON" benchmarks/gpu.py sync
+  step offload 60 "rate of a model's memory to registered host memory and back" 0 "$PYTHON" benchmarks/offload.py
   step sanitizer 150 "no bad access, race, read of what nobody wrote" 1 sanitizer
   step jobs 300 "SFT and DPO on the card; killed and resumed" 1 \
     "$PYTHON" benchmarks/gpu.py jobs --root "$OUT/jobs"
@@ -107,6 +130,7 @@ tests_of_learner=$(grep -rl "mark.gpu" tests/parallel)
   step exact 300 "the same in float32: engine and trainer differ by rounding" 1 \
     job exact model.dtype=float32 rollout.placement=colocated
   step apart 300 "weights by CUDA IPC, an engine with captured graphs against one that begins with the weights" 1 apart
+  step large 600 "the loop at Qwen2.5-1.5B's shape beside its prediction and vLLM alone" 1 large
   step eight_bits 300 "weights of an engine in 8 bits, every sync proven" 1 \
     job_in_eight_bits eight_bits weight_dtype
   step eight_bit_experts 300 "the same of a mixture of experts, whose blocks vLLM's CUDA kernels take" 1 \

@@ -42,13 +42,15 @@ job() {
   local name=$1
   shift
   "$PYTHON" -c 'import vllm' || { echo "not run: vLLM cannot be imported"; return "${WITHOUT_VLLM:-1}"; }
+  # shellcheck disable=SC2086
   "$PYTHON" -m megarl train experiment=quickstart parallel=tp1 parallel.backend=nccl cluster.allow_idle=true \
-    trainer.steps=6 trainer.warm_start.steps=100 run.name="$name" "run.dir=$OUT/runs/$name" "$@" || return
+    ${STEPS_OF_JOB:-trainer.steps=6 trainer.warm_start.steps=100} run.name="$name" "run.dir=$OUT/runs/$name" "$@" || return
   "$PYTHON" - "$OUT/runs/$name/metrics.jsonl" <<'PYTHON'
 import json, sys
 
 names = ("sync/seconds", "sync/transfer_seconds", "sync/digest_seconds", "sync/probe_diff_max", "sync/cold_seconds",
-         "training/rollout_logp_diff_mean", "training/rollout_logp_diff_p99", "timing_s/rollout", "timing_s/update")
+         "training/rollout_logp_diff_mean", "training/rollout_logp_diff_p99", "timing_s/rollout", "timing_s/update", "timing_s/step", "perf/throughput",
+         "perf/total_num_tokens", "memory/engines/freed_bytes")
 for line in open(sys.argv[1]):
     step = json.loads(line)
     if "sync/seconds" in step:

@@ -120,7 +120,16 @@ class ModelConfig:
     path: str = "???"
     """HF checkpoint directory (config.json, safetensors, tokenizer)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute type of trainer and engine; master weights and optimizer state are always float32."""
+    """Compute type of trainer and engine; master weights are always float32."""
+    grad_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the gradients of trained models are kept, added over micro-batches and reduced over data-parallel
+    ranks; bfloat16 needs ``dtype=bfloat16`` and halves their bytes and messages (docs/tuning.md)."""
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type in which the optimizers of trained models keep AdamW's two moments; it computes in float32. On GPUs bfloat16
+    needs TransformerEngine's FusedAdam (docs/tuning.md)."""
+    fp8: Literal["tensorwise", "blockwise"] | None = None
+    """Scales of linear layers that compute in 8 bits, by Megatron's names of recipes; null computes in ``dtype``. Needs
+    TransformerEngine's layers, bfloat16 and a dense model (docs/tuning.md)."""
     head_dtype: Literal["float32"] | None = None
     """Compute type of the LM head in trainer and engine; null takes ``dtype``. With bfloat16 weights, float32 brings
     the log-probs of both sides closer and doubles the bytes of logits."""
@@ -210,6 +219,9 @@ class ParallelConfig(GridSizes):
     overlap_param_gather: bool = False
     """Gather updated parameters bucket by bucket while the forward pass of a step's next update goes on (Megatron's
     --overlap-param-gather). Needs ``overlap_grad_reduce``."""
+    overlap_p2p: bool = False
+    """Send and receive between pipeline stages while the stages compute (Megatron's overlap_p2p_comm). Needs ``vpp``
+    above 1."""
     backend: Literal["gloo", "nccl"] = "gloo"
     """Backend: gloo runs everything on CPUs; nccl gives every trainer rank and engine worker a separate GPU
     (docs/hardware.md: what has run there)."""

@@ -7,7 +7,7 @@ constants can trade off against each other, so a range is part of a constant.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,8 @@ class Device:
     """Bytes per second between device and pinned host memory."""
     fp8: float | None = None
     """Dense 8-bit operations per second; None if the device has none."""
+    backend: Literal["nccl", "gloo"] = "nccl"
+    """Backend of collectives and, within a node, of weights."""
 
     def rate_of(self, group: int) -> float:
         """Return the bytes per second of one rank in a group of ranks on neighbouring devices."""
@@ -45,7 +47,7 @@ DEVICES: dict[str, Device] = {
     "gb200": Device("gb200", 2450e12, 198.0e9, 8.0e12, 900e9, 72, 50e9, 180e9, fp8=4900e12),
     "a100": Device("a100", 312e12, 85.0e9, 2.04e12, 300e9, 8, 25e9, 25e9),
     "l40s": Device("l40s", 362e12, 48.3e9, 0.864e12, 25e9, 8, 12.5e9, 25e9, fp8=733e12),
-    "cpu": Device("cpu", 0.09e12, 12.0e9, 0.019e12, 5e9, 64, 1.25e9, 5e9),
+    "cpu": Device("cpu", 0.09e12, 12.0e9, 0.019e12, 5e9, 64, 1.25e9, 5e9, backend="gloo"),
 }
 """Name for ``megarl plan --gpu`` -> device.
 

@@ -40,7 +40,10 @@ class Product:
 class LayerCost:
     """One kind of layer; layers of one kind share one object."""
 
-    products: tuple[Product, ...]
+    attention: tuple[Product, ...]
+    """Products of the attention."""
+    mlp: tuple[Product, ...]
+    """Products of the MLP, or of router and experts."""
     heads: int
     widths: int
     """Width of a head's query plus width of its value."""
@@ -59,6 +62,11 @@ class LayerCost:
     def seen(self, context: float) -> float:
         """Return how many of ``context`` tokens a token attends to."""
         return min(context, self.window) if self.window else context
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All products of the layer."""
+        return self.attention + self.mlp
 
     @cached_property
     def flops(self) -> int:
@@ -141,7 +149,8 @@ def _layer(sizes: ModelSizes, experts: bool) -> LayerCost:
         inner = 2 * (sizes.q + 2 * sizes.kv)
     if not experts:
         mlp = [Product(h, 2 * sizes.ffn, "column"), Product(sizes.ffn, h, "row")]
-        return LayerCost((*attention, *mlp), sizes.heads, widths, (8 * h, inner + 3 * sizes.ffn), kv, kv_ways)
+        elements = (8 * h, inner + 3 * sizes.ffn)
+        return LayerCost(tuple(attention), tuple(mlp), sizes.heads, widths, elements, kv, kv_ways)
     mlp = [
         Product(h, sizes.experts, "none"),
         Product(h, 2 * sizes.expert_ffn, "expert_column", sizes.topk),
@@ -151,4 +160,6 @@ def _layer(sizes: ModelSizes, experts: bool) -> LayerCost:
         mlp += [Product(h, 2 * sizes.shared_ffn, "column"), Product(sizes.shared_ffn, h, "row")]
     inner += 3 * sizes.shared_ffn + sizes.topk * (3 * sizes.expert_ffn + 4 * h)
     elements = (8 * h, inner)
-    return LayerCost((*attention, *mlp), sizes.heads, widths, elements, kv, kv_ways, sizes.experts, sizes.topk)
+    return LayerCost(
+        tuple(attention), tuple(mlp), sizes.heads, widths, elements, kv, kv_ways, sizes.experts, sizes.topk
+    )

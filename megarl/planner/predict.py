@@ -133,7 +133,7 @@ def _training_seconds(
     tokens = work.tokens / work.updates
     update = work.trained * work.updates * cost.update(tokens, work.micro_batch, work.context)
     passes = work.passes * cost.passes(work.tokens, work.micro_batch, work.context)
-    number = math.ceil(tokens / grid.dp / work.micro_batch)
+    number = cost.micro_batches(tokens, work.micro_batch)
     parts = cost.micro_batch(tokens / grid.dp / number, work.context, trains=True)
     return update, passes, parts * (number * work.updates * work.trained)
 

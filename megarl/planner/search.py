@@ -44,7 +44,7 @@ def grids(work: StepWork, ranks: int, device: Device, name: str) -> Iterator[Par
         for ep in [size for size in SIZES if size == 1 or sizes.experts]:
             grid = ParallelConfig(
                 tp=tp, cp=cp, pp=pp, dp=dp, ep=ep, last_stage_layers=uneven, sequence_parallel=tp > 1,
-                overlap_grad_reduce=True, overlap_param_gather=True, backend="nccl",
+                overlap_grad_reduce=True, overlap_param_gather=True, backend=device.backend,
             )  # fmt: skip
             try:
                 check_grid(name, sizes, megatron_grid(grid))
@@ -60,7 +60,7 @@ def trainers(work: StepWork, ranks: int, device: Device, name: str, colocated: b
         if grid.dp * work.updates > work.trajectories:
             continue
         for recompute in ("none", "selective", "full"):
-            plan = JobPlan(grid, recompute, 1, 0, colocated, 0, "nccl")
+            plan = JobPlan(grid, recompute, 1, 0, colocated, 0, device.backend)
             limit = device.memory_bytes * USABLE
             if update_bytes(work, plan, limit) <= limit:
                 update, passes, _ = training_seconds(work, plan, device)
@@ -94,7 +94,8 @@ def search(work: StepWork, gpus: int, device: Device, name: str, ahead: int = 0,
         return sorted(found, key=lambda one: one.step_s)
     for plan in trainers(work, gpus, device, name, True):
         for tp, number in engines(work, gpus, device):
-            turns = replace(plan, engine_tp=tp, replicas=number, transport=transport_in_turns(plan.grid, tp, node))
+            transport = transport_in_turns(plan.grid, tp, node) if device.backend == "nccl" else "gloo"
+            turns = replace(plan, engine_tp=tp, replicas=number, transport=transport)
             found.append(predict(work, turns, device))
     unit = node if gpus > 4 * node else max(1, node // 2)
     for ranks in sorted({unit * round(gpus * share / unit) for share in (0.25, 0.375, 0.5, 0.625, 0.75)}):
@@ -107,8 +108,8 @@ def search(work: StepWork, gpus: int, device: Device, name: str, ahead: int = 0,
 
 
 def transport_in_turns(grid: ParallelConfig, tp: int, node: int) -> str:
-    """Return the transport of engines that share GPUs with the trainer. Within a node weights go by shared memory; NCCL
-    does not connect two processes of one GPU, so weights from other nodes go by gloo."""
+    """Return the transport of engines that share GPUs with the trainer: GPU memory within a node, else gloo.
+    NCCL between processes that share their GPUs with others was never run."""
     copy = grid.pp * max(grid.tp * grid.cp, grid.ep * grid.expert_tp)
     return "nccl" if max(copy, tp) <= node else "gloo"
 

@@ -89,16 +89,22 @@ class TrainingCost:
         sent = (_ring(of_dense) * dense + _ring(of_experts) * experts) * (FLOAT + BF16)
         exposed = sent / device.rate_of(grid.stage_size)
         if grid.overlap_grad_reduce:
-            number = self._micro_batches(tokens, micro_batch)
+            number = self.micro_batches(tokens, micro_batch)
             exposed = max(0.0, exposed - 0.7 * seconds / number)
         share = dense / of_dense + experts / of_experts
         return seconds + exposed + share * OPTIMIZER_BYTES / (device.memory_rate * MEMORY_SHARE.value)
 
-    def _micro_batches(self, tokens: float, micro_batch: float) -> int:
+    def micro_batches(self, tokens: float, micro_batch: float) -> int:
+        """Return the number of packed micro-batches of a rank.
+
+        Args:
+            tokens: Tokens of all data-parallel ranks.
+            micro_batch: ``trainer.max_tokens_per_micro_batch``.
+        """
         return max(1, math.ceil(tokens / self.grid.dp / micro_batch / PACKED.value - 1e-9))
 
     def _pipeline(self, tokens: float, micro_batch: float, context: float, *, trains: bool) -> float:
-        number = self._micro_batches(tokens, micro_batch)
+        number = self.micro_batches(tokens, micro_batch)
         each = tokens / self.grid.dp / number
         bubble = (self.grid.pp - 1) / self.grid.vpp
         return (number + bubble) * self.micro_batch(each, context, trains=trains).total
@@ -131,7 +137,7 @@ class TrainingCost:
                 backward += replace(forward, messages=forward.messages / 2)
             elif self.recompute == "selective" and {"mlp", "moe"} & set(self.modules):
                 whole = sum(2 * p.rows * p.k * p.n for p in layer.products)
-                attends = sum(2 * p.k * p.n for p in layer.products[: _attention_products(layer)])
+                attends = sum(2 * p.k * p.n for p in layer.attention)
                 backward += Parts(products=forward.products * (1 - attends / whole))
         return forward + backward
 
@@ -218,13 +224,6 @@ def _stages(
 ) -> tuple[Counter[LayerCost], ...]:
     grid = MegatronGrid(pp=pp, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
     return tuple(Counter(layers[n] for chunk in chunks for n in chunk) for chunks in grid.layers(len(layers)))
-
-
-@lru_cache(maxsize=64)
-def _attention_products(layer: LayerCost) -> int:
-    """Return how many of a layer's products belong to attention; the rest are the MLP's or the experts'."""
-    mlp = 2 if not layer.experts else 3 + 2 * any(p.cut == "column" for p in layer.products[-2:])
-    return len(layer.products) - mlp
 
 
 def _ring(ranks: int) -> float:

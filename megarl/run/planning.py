@@ -14,12 +14,14 @@ from megarl.config import Config, compose, hub
 from megarl.config.load import load_resolved
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import records
+from megarl.learn.parallel.grid import megatron_grid
 from megarl.planner.accelerators import DEVICES
 from megarl.planner.predict import Prediction, predict
 from megarl.planner.rollout import Lengths
 from megarl.planner.search import TIE, reason, search, ties
 from megarl.planner.work import JobPlan, StepWork
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
+from megarl.weights.reshard.grid import check_grid
 
 OWN = "experiment=own_gpu"
 """Experiment of a command line that names none."""
@@ -59,7 +61,7 @@ def report(
             f"trainer.max_tokens_per_micro_batch={work.micro_batch}; give more --nodes or "
             "--gpus-per-node, a --gpu with more memory, or lower it"
         )
-    own = predict(work, JobPlan.of(config), device)
+    own, refusal = predict(work, JobPlan.of(config), device), _refusal(config, work, str(hf_config["model_type"]))
     best = found[0]
     lines = [
         f"model    {work.model.parameters / 1e9:.3g} B parameters, {hf_config['model_type']}",
@@ -70,14 +72,16 @@ def report(
     ]
     shown = found[: arguments.top]
     lines += [_row(str(number), one) for number, one in enumerate(shown, 1)]
-    if own.gpus <= gpus:
+    if own.gpus <= gpus and refusal is None:
         lines.append(_row("set", own))
     lines.append("")
     alike = len(ties(found))
     if alike > 1:
         lines.append(f"The first {alike} plans are within 15 % of each other: a tie, which the model cannot decide.")
     lines += [f"{number} is slower than 1: {reason(best, one)}" for number, one in enumerate(shown[1:], 2)]
-    if own.gpus > gpus:
+    if refusal is not None:
+        lines.append(f"The settings as they are would be refused: {refusal}")
+    elif own.gpus > gpus:
         lines.append(f"The settings as they are need {own.gpus} GPUs.")
     elif own.step_s > best.step_s * (1 + TIE):
         why = reason(best, own) if own.gpus == gpus else f"they use {own.gpus} of {gpus} GPUs"
@@ -134,6 +138,15 @@ def _recorded(folder: Path) -> Lengths | None:
     if not means:
         return None
     return Lengths.of_mean(sum(means) / len(means), max(1, math.ceil(max(most))))
+
+
+def _refusal(config: Config, work: StepWork, name: str) -> ConfigError | None:
+    """Return the error with which the model refuses the grid of the settings; None if the grid fits."""
+    try:
+        check_grid(name, work.sizes, megatron_grid(config.parallel))
+    except ConfigError as error:
+        return error
+    return None
 
 
 def _work(work: StepWork, guessed: bool) -> str:

@@ -57,6 +57,7 @@ def services_of(rank: TrainerRank) -> Services:
         lambda: rank.ranks.stopping,
         whole=bool(config.buffer.operators),
     )
+    rank.learner.with_arrays = reader.with_arrays
     in_front = Evaluation(rank.context, rank.store, rank.reporter, wait)
     evaluation: Evaluates = in_front
     if config.trainer.eval_engines:

@@ -62,13 +62,7 @@ class OnlineSteps:
             for part in self.parts:
                 part.before_batch(state, data)
             with phase("batch"):
-                batch = rank.learner.batch_of(
-                    data.trajectories,
-                    data.demonstrations,
-                    data.groups.lags,
-                    data.images,
-                    self.services.reader.with_arrays,
-                )
+                batch = rank.learner.batch_of(data.trajectories, data.demonstrations, data.groups.lags, data.images)
                 data.clear()
             with phase("inference"):
                 rank.inference.fill(batch)

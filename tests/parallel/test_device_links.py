@@ -36,7 +36,7 @@ def transfer(rank: int, transport: Any, device: str, replicas: int = REPLICAS) -
         for name, shape in layout.local_shapes(own).items()
     }
     options: dict[str, Any] = {"dtype": dtype, "bucket_bytes": BUCKET}
-    for _ in range(2):  # the second time over the same links, in new buckets
+    for _ in range(2):  # the second time over the same links, in kept buckets
         if rank == 0:
             sent = send(plan, 0, tensors, transport, **options)
         else:

@@ -52,6 +52,7 @@ def test_transformer_engine_that_is_broken(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delitem(sys.modules, name)
     with pytest.raises(ConfigError, match=r"cannot be imported \(libnot_there\.so: .*\); install .* to local"):
         check_implementation(TE, NCCL)
+    del sys.modules["transformer_engine"]  # Megatron-Core would find it
 
 
 def test_transformer_engine_without_cuda() -> None:
@@ -68,6 +69,15 @@ def test_fusions_without_cuda_or_their_package(fusion: Any, monkeypatch: pytest.
         check_implementation(model, ParallelConfig())
     monkeypatch.setitem(sys.modules, FUSION_PACKAGES[fusion][0], None)
     with pytest.raises(ConfigError, match=f"has {fusion}, but .* cannot be imported .*; install .* or leave it out"):
+        check_implementation(model, NCCL)
+
+
+def test_moments_in_bfloat16_without_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(dtype="bfloat16", moments_dtype="bfloat16")
+    check_implementation(model, ParallelConfig())  # megarl's Adam
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch.optimizers", None)
+    message = r"moments_dtype=bfloat16, but .* cannot be imported .*; install TransformerEngine .* to float32"
+    with pytest.raises(ConfigError, match=message):
         check_implementation(model, NCCL)
 
 
@@ -92,6 +102,31 @@ def fused(rank: int, path: str) -> list[bool]:
 def test_a_fusion_is_megatrons_setting(model: str) -> None:
     """The other one is refused by Megatron-Core itself where its package is missing."""
     assert run_grid(1, fused, model) == [[False, True]]
+
+
+def eight_bits(rank: int, path: str) -> list[tuple[Any, ...]]:
+    from megarl.learn.models.gpt import transformer_config
+    from megarl.weights.checkpoint.formats import hf
+
+    recipes: tuple[Any, ...] = (None, "tensorwise", "blockwise")
+    configs = [transformer_config(hf.read_hf_config(Path(path)), ModelConfig(fp8=recipe), NCCL) for recipe in recipes]
+    return [(c.fp8, c.fp8_recipe if c.fp8 else None, c.disable_parameter_transpose_cache) for c in configs]
+
+
+def test_eight_bits_are_megatrons_settings(model: str) -> None:
+    (found,) = run_grid(1, eight_bits, model)
+    assert found == [(None, None, False), ("hybrid", "tensorwise", True), ("e4m3", "blockwise", True)]
+
+
+def test_eight_bits_without_cuda_or_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelConfig(fp8="tensorwise")
+    with pytest.raises(ConfigError, match=r"fp8=tensorwise with parallel\.backend=gloo: .* set model\.fp8 to null"):
+        check_implementation(model, ParallelConfig())
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    with pytest.raises(
+        ConfigError, match=r"fp8=tensorwise, but .* install TransformerEngine .* set model\.fp8 to null"
+    ):
+        check_implementation(model, NCCL)
 
 
 OURS = "megarl.learn.parallel.cpu.FusedLayoutAdamW False True"

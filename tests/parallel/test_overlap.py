@@ -178,6 +178,28 @@ def test_overlap_changes_no_bit(ranks: Any, grid: str, bucket: str) -> None:
         assert any(rank[grid, bucket, way].stale for rank in found) is (way == "gather")
 
 
+STAGES = ParallelConfig(pp=2, vpp=2)
+
+
+def between_stages(rank: int, path: str) -> list[Found]:
+    from megarl.learn.models.gpt import transformer_config
+    from megarl.learn.parallel import process_groups
+    from megarl.weights.checkpoint.formats import hf
+
+    process_groups.initialize(STAGES, seed=1)
+    overlapped = replace(STAGES, overlap_p2p=True)
+    assert transformer_config(hf.read_hf_config(Path(path)), ModelConfig(), overlapped).overlap_p2p_comm
+    return [updates(rank, Path(path), parallel, clip=True) for parallel in (STAGES, overlapped)]
+
+
+def test_overlap_between_stages_changes_no_bit(tmp_path: Path) -> None:
+    save("qwen3", tmp_path, tie_word_embeddings=True)
+    for plain, mine in run_grid(2, between_stages, str(tmp_path)):
+        assert mine.losses == plain.losses and mine.norms == plain.norms and mine.norms[0] > 0
+        assert torch.equal(mine.logp, plain.logp) and mine.predicted and plain.predicted
+        assert all(torch.equal(tensor, mine.weights[name]) for name, tensor in plain.weights.items())
+
+
 DP2 = GRIDS["dp2"][1]
 OVERLAPPED = replace(DP2, overlap_grad_reduce=True, overlap_param_gather=True)
 RESUMED = {

@@ -17,16 +17,13 @@ from megarl.config.algorithms import DistillConfig, KLConfig
 from megarl.config.derived import teacher_of, teachers_at
 from megarl.config.schema import Config, TeacherConfig
 from megarl.core.errors import ConfigError, NonRetryableError
-from megarl.core.schema import TEACHER, Reward, Trajectory
 from megarl.learn import algorithms
 from megarl.learn.algorithms import LossInput, StepInput
 from megarl.learn.algorithms.terms.reduction import counts
 from megarl.learn.batching import Sequences
 from megarl.train.inference.inference import check_ids
-from megarl.train.parts.teachers import Teachers
 from megarl.train.rank.state import TrainState
 from tests.native import backends
-from tests.trajectories import one_turn
 from tests.unit.test_learner import batch, learner_of
 
 DISTILL = algorithms.get("distill")
@@ -193,13 +190,6 @@ def test_a_weight_that_falls_to_zero() -> None:
     assert given.sequences.advantages[given.sequences.mask].tolist() == [-1.0, -1.0, -1.0, -1.0, -1.0]
     learner.estimate(TrainState("rl", step=8), given)
     assert given.sequences.advantages[given.sequences.mask].tolist() == [0.0, 0.0, -1.0, -1.0, -1.0]
-    reader: Any = SimpleNamespace(data_sources=lambda some: dict.fromkeys((each.task_id for each in some), "x"))
-    for step, name in ((7, "a"), (8, None)):
-        data: Any = SimpleNamespace(
-            trajectories=[Trajectory("train", "t", "g", 0, 1, one_turn([1], [4, 5]), Reward(0.0, "ok"))]
-        )
-        Teachers(Config(teachers={"a": teachers["a"]}), reader).before_batch(TrainState("rl", step=step), data)
-        assert data.trajectories[0].metadata[TEACHER] == name, "no forward pass of a teacher without weight"
 
 
 def test_what_is_masked_out_and_what_no_teacher_scores_do_not_matter() -> None:

@@ -218,6 +218,9 @@ def test_eight_bits_need_gpus_that_multiply_them(
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
         check_builds(EIGHT_BIT_JOB, JOBS["both"])
     check_builds(EIGHT_BIT_JOB, JOBS["train"])  # whose engines are of other programs
+    trainer = replace(EIGHT_BIT_JOB, model=ModelConfig(fp8="tensorwise"))
+    with pytest.raises(ConfigError, match="model.fp8=tensorwise on GPUs") if words else nullcontext():
+        check_builds(trainer, JOBS["train"])
     check_builds(replace(EIGHT_BIT_JOB, rollout=RolloutConfig()), JOBS["both"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -10,8 +11,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from gpu import QWEN2_5_1_5B
 
 from megarl.cli import main
+from megarl.weights.architectures.complete import complete
 
 ROOT = Path(__file__).parents[2]
 FEW_ROWS = ("taskset.train_size=100", "taskset.eval_size=20", "taskset.warm_start_size=100")
@@ -38,6 +41,7 @@ def test_steps_that_need_a_gpu_say_so(tmp_path: Path) -> None:
         "loop",
         "exact",
         "apart",
+        "large",
         "eight_bits",
         "eight_bit_experts",
         "eight_bit_cache",
@@ -66,6 +70,31 @@ def test_the_job_of_experts_passes_the_checks_of_a_machine_with_a_gpu(
     assert job[:3] == ["-m", "megarl", "train"] and "rollout.weight_dtype=fp8" in job
     monkeypatch.chdir(ROOT)
     assert main(["train", "--check", "--gpus-per-node", "1", *job[3:], *FEW_ROWS]) == 0, capsys.readouterr()
+
+
+def test_the_large_job_passes_the_checks_and_has_a_prediction(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, python = tmp_path / "asked", tmp_path / "python"
+    python.write_text(f'#!/bin/sh\ncase "$*" in "-m megarl"*|tools*) echo "$*" >> {asked};; esac\n')
+    python.chmod(0o755)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "executable", str(python))
+        done = run(tmp_path, "large", card="echo NVIDIA H200, 9.0")
+    assert done.returncode == 0, done.stdout
+    train, plan, bare = map(shlex.split, asked.read_text().splitlines())
+    sizes = ("hidden_size", "intermediate_size", "vocab_size")
+    small = {f"model.from_scratch.{name}": "128" for name in sizes}
+    pairs = (word.partition("=") for word in train[3:])
+    shrunk = [name + equals + small.get(name, value) for name, equals, value in pairs]
+    monkeypatch.chdir(ROOT)
+    assert main(["train", "--check", "--gpus-per-node", "1", *shrunk, *FEW_ROWS]) == 0, capsys.readouterr()
+    capsys.readouterr()
+    assert bare[0] == "tools/bare_engine.py"
+    Path(bare[1]).mkdir(parents=True)
+    Path(bare[1], "config.json").write_text(json.dumps(complete(QWEN2_5_1_5B)))
+    assert main(plan[2:]) == 0
+    assert "1.54 B parameters, qwen2" in (out := capsys.readouterr().out) and "\nset " in out
 
 
 def test_a_step_that_fails_is_counted(tmp_path: Path) -> None:

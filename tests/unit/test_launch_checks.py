@@ -104,6 +104,10 @@ def test_unknown_key_names_the_nearest(prepared: Path) -> None:
         (["parallel=tp1", "parallel.sequence_parallel=true"], ["parallel.sequence_parallel", "parallel.tp"]),
         (["trainer.optimizer.decay_steps=10"], ["trainer.optimizer.decay_steps=10", "min_lr=None"]),
         (
+            ["model.grad_dtype=bfloat16"],
+            ["model.grad_dtype=bfloat16", "model.dtype=float32", "model.dtype to bfloat16"],
+        ),
+        (
             ["rollout.max_prompt_tokens=100", "rollout.max_response_tokens=100"],
             ["rollout.max_prompt_tokens + rollout.max_response_tokens = 200", "max_position_embeddings", "128"],
         ),

@@ -147,6 +147,10 @@ OVERLAPPED = ParallelConfig(dp=4, overlap_grad_reduce=True)
             r"critic\.parallel\.overlap_param_gather=true needs critic\.parallel\.overlap_grad_reduce=true",
         ),
         (
+            roles(critic=ParallelConfig(pp=2, dp=2, overlap_p2p=True)),
+            r"critic\.parallel\.overlap_p2p=true with critic\.parallel\.vpp=1: .*; set critic\.parallel\.vpp above 1",
+        ),
+        (
             replace(roles(critic=OVERLAPPED), model=ModelConfig(train_vision_tower=True)),
             r"critic\.parallel\.overlap_grad_reduce=true with model\.train_vision_tower=true",
         ),

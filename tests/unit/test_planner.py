@@ -200,6 +200,22 @@ def test_the_command_prints_plans_and_a_command_that_composes(model: Path, capsy
     assert JobPlan.of(planned).gpus == 16 and not planned.store.url.startswith("sqlite")
 
 
+def test_a_grid_that_the_model_refuses_gets_the_reason_and_no_seconds(model: Path, capsys: Any) -> None:
+    words = ["plan", "experiment=grpo_qwen2_5_7b", f"model.path={model}"]
+    assert main([*words, "parallel.tp=3", "parallel.dp=2", "--nodes", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "The settings as they are would be refused: parallel.tp=3" in text and "\nset" not in text
+
+
+def test_plans_of_cpus_use_gloo(model: Path, capsys: Any) -> None:
+    small = hf_config("Qwen2.5-7B-Instruct") | {"num_hidden_layers": 2, "vocab_size": 1024}
+    small["layer_types"] = ["full_attention"] * 2
+    (model / "config.json").write_text(json.dumps(small))
+    assert main(["plan", "experiment=grpo_qwen2_5_7b", f"model.path={model}", "--nodes", "2", "--gpu", "cpu"]) == 0
+    text = capsys.readouterr().out
+    assert "sync.transport=gloo" in text and "sync.transport=nccl" not in text
+
+
 def test_a_model_alone_and_a_runs_record_are_enough(model: Path, tmp_path: Path, capsys: Any) -> None:
     from megarl.config.load import save_resolved
 

@@ -46,7 +46,7 @@ LIMITED = {
     "train/sync/look.EngineLook._faults: with ThreadPoolExecutor": "look.ANSWER_S",
     "explore/explorer/clocks.EngineTime.keep: self._changed.wait": "10 s",
     "explore/explorer/explorer.Explorer._finish: self._writer.put": "store.outage_s",
-    "sandbox/box.is_over: link.recv": "no wait: not blocking",
+    "sandbox/local.is_over: link.recv": "no wait: not blocking",
     "core/processes/fork.Forked.poll: os.waitpid": "no wait: WNOHANG",
     "core/processes/fork.ForkServer.await_imports: self._requests.recv": "fork.START_S, set for the socket",
     "core/processes/fork.ForkServer.close: self._process.wait": "SIGKILL before it",
@@ -58,9 +58,9 @@ LIMITED = {
     "explore/environments/harbor_inside.main: link.readline": "the other side's life: its end is an end of file",
     "explore/environments/harbor_inside.reap: os.waitpid": "SIGKILL before it, or WNOHANG",
     "explore/environments/harbor_inside.run: process.wait": "SIGKILL before it",
-    "explore/environments/harbor_sandbox.HarborSandbox.__init__: STARTER.submit(self._start, inside).result": "a fork",
-    "explore/environments/harbor_sandbox.HarborSandbox._ask: self._lines.readline": "the socket's timeout",
-    "explore/environments/harbor_sandbox.HarborSandbox.close: self.process.wait": "SIGKILL before it",
+    "explore/environments/harbor.HarborSandbox.__init__: STARTER.submit(self._start, inside).result": "a fork",
+    "explore/environments/harbor.HarborSandbox._ask: self._lines.readline": "the socket's timeout",
+    "explore/environments/harbor.HarborSandbox.close: self.process.wait": "SIGKILL before it",
     "explore/environments/episode.Episode.close: made.result": "no wait: the environment was made",
     "explore/environments/openenv.Connection.ask: self._messages.get": "rollout.environment_timeout_s, after which "
     "kill closes the connection",
@@ -76,14 +76,14 @@ LIMITED = {
     "file, or SIGKILL",
     "explore/environments/verifiers_server.opening_of: first.result": "no wait: a future of asyncio that is done",
     "explore/environments/episode._close: made.result": "no wait: the environment was made",
-    "tasks/images/processor._faults: pool.shutdown": "images whose decoding has begun",
+    "tasks/image_processor._faults: pool.shutdown": "images whose decoding has begun",
     "run/start._end: logging.shutdown": "no wait: flushes the handlers",
-    "explore/explorer/workflow_run._run: work.result": "no wait: the workflow has ended",
+    "explore/explorer/trajectories._run: work.result": "no wait: the workflow has ended",
     "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "
     "every 4 MiB",
-    "weights/checkpoint/convert/threads.each: future.result": "`megarl convert`, a command of a person: it has "
+    "weights/checkpoint/convert/stream.each: future.result": "`megarl convert`, a command of a person: it has "
     "completed by then",
-    "weights/checkpoint/convert/threads.each: pool.shutdown": "`megarl convert`: what runs ends at its next count "
+    "weights/checkpoint/convert/stream.each: pool.shutdown": "`megarl convert`: what runs ends at its next count "
     "of bytes",
     "weights/checkpoint/training/save.Save.finish: part.results.put": "a queue without bound",
     "weights/checkpoint/training/save.Save.finish: self._pending.result": "Writer.answer: as long as the writer "
@@ -99,32 +99,31 @@ LIMITED = {
     "run/nodes/remote.Gathering._let_in: self.door.accept": "a daemon thread; leaving the gathering shuts its socket",
     "run/run_dir/owner.next_attempt: fcntl.flock": "another head that counts: it reads and writes one line",
     "train/rank/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
-    "weights/checkpoint/training/optimizer_state._gathered: dist.recv": "groups.collective_timeout_s",
+    "weights/checkpoint/training/rank_state._gathered: dist.recv": "groups.collective_timeout_s",
     "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
     "weights/reshard/execute.Incoming._message: arrival.wait": "sync.timeout_s: the timeout of the link",
     "weights/reshard/execute.Outgoing._wait: work.wait": "sync.timeout_s: the timeout of the link",
     "engines/sync/link._Expected.wait: self.received.wait": "sync.timeout_s: the timeout of the link",
-    "weights/reshard/transport.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of "
+    "weights/reshard/copy.Received.wait: self.work.wait": "sync.timeout_s, or groups.collective_timeout_s of "
     "the default "
     "group",
     "rewards/pool/child._ended: ended.wait": "a task that waits for the process's end; `end` waits END_S for it",
     "rewards/pool/host.RewardHost._refusal: reader.readline": "asyncio.timeout, process.CONNECT_S",
-    "rewards/judge/cache.JudgementCache.close: self._thread.shutdown": "one statement of SQLite, whose "
+    "rewards/judge/judge.JudgementCache.close: self._thread.shutdown": "one statement of SQLite, whose "
     "locks have a timeout",
-    "rewards/pool/worker_queue.WorkerQueue._next: self._idle.get": "asyncio.timeout_at: STUCK_S beyond "
-    "reward.timeout_s",
+    "rewards/pool/pool.WorkerQueue._next: self._idle.get": "asyncio.timeout_at: STUCK_S beyond reward.timeout_s",
     "rewards/pool/process.RemoteRewardProcess._greeting: reader.readline": "asyncio.timeout, process.CONNECT_S",
     "rewards/pool/process.Worker._exchange: self.reader.readline": "asyncio.timeout, the verifier's timeout",
     "rewards/pool/worker.serve: requests.readline": "the worker's life; it dies with its parent (die_with)",
     "engines/server/endpoint.stream_frames: frames.get": "asyncio.timeout, the time between two heartbeats",
-    "sandbox/box.Box.receive: self.wait": "box.START_S",
-    "sandbox/box.Box.send_test: self.wait": "box.START_S",
-    "sandbox/box.Box.wait: self._link.recv": "the timeout of its socket, box.START_S",
-    "sandbox/box.read: link.recv": "the timeout of its socket, what is left until the deadline",
+    "sandbox/local.Box.receive: self.wait": "local.START_S",
+    "sandbox/local.Box.send_test: self.wait": "local.START_S",
+    "sandbox/local.Box.wait: self._link.recv": "the timeout of its socket, local.START_S",
+    "sandbox/local.read: link.recv": "the timeout of its socket, what is left until the deadline",
     "sandbox/inside/zygote.end_all: os.waitpid": "its children have been killed",
-    "sandbox/local.LocalSandbox.check: answers.wait": "box.START_S",
-    "tasks/tools/python_session.PythonSession._begun: box.wait": "box.START_S",
+    "sandbox/local.LocalSandbox.check: answers.wait": "local.START_S",
+    "tasks/tools/python_session.PythonSession._begun: box.wait": "local.START_S",
     "sandbox/selftest._receive: link.recv": "the timeout of its socket, selftest.GONE_S",
     "buffer/store/postgres_waiting._marking: with ThreadPoolExecutor": "connect_timeout of libpq",
     "train/sync/fleet.EngineFleet.calling: with ThreadPoolExecutor": "one request to each engine: sync.timeout_s, or "

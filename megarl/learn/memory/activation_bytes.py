@@ -27,6 +27,9 @@ ROW_FLOATS = 10
 MOE = ("moe_act", "experts", "shared_experts")
 """Parts of the module that Megatron names moe."""
 LM_HEAD = "lm_head"
+EIGHT_BIT_COPIES = 2
+"""Copies of a linear weight, one byte an element, between the forward and backward pass of ``model.fp8``: one is
+transposed. An upper bound, whatever the GPU."""
 TOKEN_BYTES = 8 + 1
 """Bytes that an embedding's adapter saves per token: its index in the vocabulary, and whether another rank has it."""
 
@@ -51,6 +54,9 @@ def activation_bytes(
         in_flight = (grid.pp - stage) * factor
         size = in_flight * sum(kept[layer] for layer in layers) + max((again[layer] for layer in layers), default=0.0)
         size *= item * here
+        if model.fp8 is not None:
+            copied = 1 if model.recompute == "full" else in_flight * len(layers)
+            size += EIGHT_BIT_COPIES * _linear_elements(sizes, grid) * copied
         if stage == grid.pp - 1:
             logits = here * sizes.vocab // grid.tp * item
             weight = sizes.vocab // grid.tp * sizes.hidden
@@ -80,6 +86,12 @@ def divergence_bytes(
     """
     rows = sum(columns * hidden * ITEM_BYTES[dtype] for hidden, dtype in heads)
     return rows + min(logits_bytes or CHUNK_BYTES, tokens * BUFFERS * columns * FLOAT_BYTES)
+
+
+def _linear_elements(sizes: ModelSizes, grid: ParallelConfig) -> int:
+    """Return the elements of a dense layer's linear weights on a rank."""
+    attention = (2 * sizes.heads + 2 * sizes.kv_heads) * sizes.head
+    return sizes.hidden * (attention + 3 * sizes.ffn) // grid.tp
 
 
 def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tuple[list[float], list[float]]:

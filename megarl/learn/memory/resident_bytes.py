@@ -26,7 +26,7 @@ from megarl.weights.reshard.layouts import megatron_layout
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 """Bytes of an element for each ``model.dtype``."""
 MASTER_BYTES = ITEM_BYTES["float32"]
-"""Bytes of an element of gradients, masters and moments."""
+"""Bytes of an element of masters."""
 PARAMETER_UNIT = 64
 """Alignment of parameters, in elements."""
 BUCKET_UNIT = 128
@@ -129,7 +129,7 @@ def model_bytes(
         kind = layout.kind(rank)
         if kind not in found:
             found[kind] = _RankBuffers.of(layout, adapters, rank, parallel, tied, is_trained)
-        ranks.append(found[kind].bytes_of(rank, parallel, model.dtype, trained, lent))
+        ranks.append(found[kind].bytes_of(rank, parallel, model, trained, lent))
     return ranks
 
 
@@ -230,19 +230,22 @@ class _RankBuffers:
         frozen = everything - sum(sizes[name] for name in trained)
         return cls(everything, frozen, tuple(buckets[False]), tuple(buckets[True]))
 
-    def bytes_of(self, rank: int, parallel: ParallelConfig, dtype: str, trained: bool, lent: bool) -> dict[str, int]:
+    def bytes_of(
+        self, rank: int, parallel: ParallelConfig, model: ModelConfig, trained: bool, lent: bool
+    ) -> dict[str, int]:
         """Return kind -> bytes of a rank with these buffers."""
+        item = ITEM_BYTES[model.dtype]
         if not trained:
-            return {"parameters": (self.elements - (self.frozen if lent else 0)) * ITEM_BYTES[dtype]}
+            return {"parameters": (self.elements - (self.frozen if lent else 0)) * item}
         in_stage = rank % parallel.stage_size
         dense, expert = in_stage // parallel.tp, in_stage // (parallel.ep * parallel.expert_tp)
         padded = sum(bucket.size for bucket in (*self.dense, *self.experts))
         share = sum(b.share(dense) for b in self.dense) + sum(b.share(expert) for b in self.experts)
-        copies = 2 if dtype == "float32" else 3  # two moments; in a float32 model the parameters are the masters
+        masters = 0 if model.dtype == "float32" else MASTER_BYTES  # in a float32 model the parameters are the masters
         return {
-            "parameters": (padded + (0 if lent else self.frozen)) * ITEM_BYTES[dtype],
-            "gradients": padded * MASTER_BYTES,
-            "optimizer": copies * share * MASTER_BYTES,
+            "parameters": (padded + (0 if lent else self.frozen)) * item,
+            "gradients": padded * max(item, ITEM_BYTES[model.grad_dtype]),
+            "optimizer": share * (masters + 2 * ITEM_BYTES[model.moments_dtype]),
         }
 
 

@@ -132,11 +132,13 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
         variable_seq_lengths=False,
         transformer_impl=model.transformer_impl,  # 0.19 selects the projections of latent attention by it
         moe_grouped_gemm=model.transformer_impl == "transformer_engine" and "num_moe_experts" in values,
-        batch_p2p_comm=not on_cpu,
+        batch_p2p_comm=not (on_cpu or parallel.overlap_p2p),
+        overlap_p2p_comm=parallel.overlap_p2p,
         deallocate_pipeline_outputs=not on_cpu,
         use_cpu_initialization=on_cpu,
         # torch.compile's kernel, a tenth of an update's time (docs/benchmarks/gpu.md).
         bias_activation_fusion=not on_cpu and values["activation_func"] is F.silu,
+        **_eight_bits(model),
         **dict.fromkeys(model.fusions, True),
         # Not offered: none helps without dropout, with our attention, or with shared tables of angles.
         apply_rope_fusion=False,
@@ -146,6 +148,17 @@ def transformer_config(hf_config: Mapping[str, Any], model: ModelConfig, paralle
     )
     config.add_bias_linear = biased  # set later: Megatron refuses biases of experts that ranks share; see ``paired``
     return config
+
+
+def _eight_bits(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron's settings for ``model.fp8``, with DeepSeek-V3's format for blocks."""
+    if model.fp8 is None:
+        return {}
+    return {
+        "fp8": "e4m3" if model.fp8 == "blockwise" else "hybrid",
+        "fp8_recipe": model.fp8,
+        "disable_parameter_transpose_cache": True,  # else weights in 8 bits stay on the device between updates
+    }
 
 
 def _experts_settings(model: ModelConfig) -> dict[str, str]:

@@ -28,9 +28,15 @@ FUSION_PACKAGES = {
 """Member of ``model.fusions`` -> (module that Megatron-Core imports for it, package that provides the module)."""
 
 
+EIGHT_BIT_UNIT = 16
+"""Divisor of the sizes of matrices that TransformerEngine multiplies in 8 bits; tokens are padded to it."""
+EIGHT_BIT_BLOCK = 128
+"""The same with a scale for each block."""
+
+
 def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
-    """Raise ConfigError if this machine cannot provide ``model.transformer_impl``, ``model.fusions`` or
-    ``model.moe_dispatcher``. Cheap for defaults."""
+    """Raise ConfigError if this machine cannot provide ``model.transformer_impl``, ``model.fusions``, ``model.fp8``,
+    ``model.moments_dtype`` or ``model.moe_dispatcher``. Cheap for defaults."""
     for fusion in model.fusions:
         _check_package(f"model.fusions has {fusion}", *FUSION_PACKAGES[fusion], "leave it out", parallel)
     if model.transformer_impl == "transformer_engine":
@@ -38,6 +44,13 @@ def check_implementation(model: ModelConfig, parallel: ParallelConfig) -> None:
         _check_package(
             "model.transformer_impl=transformer_engine", *package, "set model.transformer_impl to local", parallel
         )
+    if model.fp8 is not None:
+        package = "transformer_engine.pytorch", "TransformerEngine"
+        _check_package(f"model.fp8={model.fp8}", *package, "set model.fp8 to null", parallel)
+    if model.moments_dtype != "float32" and parallel.backend == "nccl":
+        package = "transformer_engine.pytorch.optimizers", "TransformerEngine"
+        fix = "set model.moments_dtype to float32"
+        _check_package(f"model.moments_dtype={model.moments_dtype}", *package, fix, parallel)
     if model.moe_dispatcher == "deepep":
         fix = "set model.moe_dispatcher to alltoall"
         _check_package("model.moe_dispatcher=deepep", "deep_ep", "DeepEP", fix, parallel)
@@ -137,6 +150,27 @@ def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
             f"model.transformer_impl=transformer_engine, but the {arch.name} model has {part}, which only megarl's own "
             "attention computes; set model.transformer_impl to local"
         )
+
+
+def check_fp8(model: ModelConfig, parallel: ParallelConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if the model's layers cannot compute in 8 bits (``model.fp8``)."""
+    if model.fp8 is None:
+        return
+    sizes, unit = architecture(hf_config).sizes(hf_config), EIGHT_BIT_UNIT
+    if model.fp8 == "blockwise":
+        unit = EIGHT_BIT_BLOCK
+    widths = {"hidden size": sizes.hidden, "MLP width of a rank": sizes.ffn // parallel.tp}
+    refused = {
+        f"model.transformer_impl={model.transformer_impl}, and TransformerEngine's layers alone have 8 bits; set it to "
+        "transformer_engine": model.transformer_impl != "transformer_engine",
+        f"model.dtype={model.dtype}; set it to bfloat16": model.dtype != "bfloat16",
+        f"model.lora.rank={model.lora.rank}, whose adapters compute in model.dtype; set it to 0": model.lora.is_used,
+        "experts, whose tokens would need padding": bool(sizes.moe_layers),
+        "latent attention": bool(sizes.kv_lora),
+        **{f"a {name} of {width}, no multiple of {unit}": bool(width % unit) for name, width in widths.items()},
+    }
+    for reason in (reason for reason, holds in refused.items() if holds):
+        raise ConfigError(f"model.fp8={model.fp8} with {reason}, or set model.fp8 to null")
 
 
 def _balanced(block: Any, model: ModelConfig) -> Any:

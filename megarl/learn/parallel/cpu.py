@@ -145,6 +145,10 @@ def _optimizer_dtype_names() -> None:
     clip_grads.clip_grad_by_total_norm_fp32 = megatron_optimizer.clip_grad_by_total_norm_fp32 = clip
 
 
+MOMENTS = "exp_avg", "exp_avg_sq"
+"""AdamW's moments, by the names of apex, TE and torch."""
+
+
 class FusedLayoutAdamW(torch.optim.Optimizer):
     """torch's AdamW arithmetic with the state layout of apex/TE FusedAdam: one integer ``step`` per group.
 
@@ -165,6 +169,17 @@ class FusedLayoutAdamW(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         # An attribute, not a group entry: loading a checkpoint replaces the groups.
         self.adam_w_mode = adam_w_mode
+        self.exp_avg_dtype = torch.float32
+
+    def initialize_state(self, p: torch.Tensor) -> None:
+        """Create zero moments of ``exp_avg_dtype``."""
+        self.state[p].update({name: torch.zeros_like(p, dtype=self.exp_avg_dtype) for name in MOMENTS})
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load a state; moments keep ``exp_avg_dtype``, where torch would cast them to the type of the masters."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state.update({name: state[name].to(self.exp_avg_dtype) for name in MOMENTS if name in state})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -178,12 +193,13 @@ class FusedLayoutAdamW(torch.optim.Optimizer):
             group["step"] = int(group.get("step") or 0) + 1
             for p in params:
                 if "exp_avg" not in self.state[p]:
-                    self.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    self.initialize_state(p)
+            first, second = ([self.state[p][name].float() for p in params] for name in MOMENTS)
             adam(
                 params,
                 [p.grad for p in params],
-                [self.state[p]["exp_avg"] for p in params],
-                [self.state[p]["exp_avg_sq"] for p in params],
+                first,
+                second,
                 [],
                 # adam() increments in place: one scalar for each parameter
                 [torch.tensor(float(group["step"] - 1)) for _ in params],
@@ -196,6 +212,9 @@ class FusedLayoutAdamW(torch.optim.Optimizer):
                 maximize=False,
                 decoupled_weight_decay=self.adam_w_mode,
             )
+            for p, *moments in zip(params, first, second, strict=True):
+                for name, moment in zip(MOMENTS, moments, strict=True):
+                    self.state[p][name].copy_(moment)
 
 
 def _fused_layout_adam() -> None:

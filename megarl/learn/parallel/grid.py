@@ -99,6 +99,11 @@ def _check_overlap(parallel: ParallelConfig, config: Config, setting: str) -> No
             f"{setting}.overlap_param_gather=true needs {setting}.overlap_grad_reduce=true, whose buckets it gathers; "
             "set both, or leave it out"
         )
+    if parallel.overlap_p2p and parallel.vpp == 1:
+        raise ConfigError(
+            f"{setting}.overlap_p2p=true with {setting}.vpp=1: only the interleaved schedule of several chunks a stage "
+            f"computes while it sends; set {setting}.vpp above 1, or leave {setting}.overlap_p2p out"
+        )
     if parallel.overlap_grad_reduce and config.model.train_vision_tower:
         raise ConfigError(
             f"{setting}.overlap_grad_reduce=true with model.train_vision_tower=true: a micro-batch without images "

@@ -23,6 +23,7 @@ from megarl.learn.memory.phases import Place
 from megarl.learn.memory.resident_bytes import bucket_size
 from megarl.learn.memory.residents import Residents
 from megarl.learn.models.gpt import build_chunks, named_tensors, unwrap
+from megarl.learn.models.specs import EIGHT_BIT_UNIT
 from megarl.learn.models.teaching import MoreColumns
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.learn.training.adapters import ModelAdapters
@@ -52,6 +53,11 @@ def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> Micr
     )
 
 
+def padded_for(model: ModelConfig, limits: MicroBatching) -> MicroBatching:
+    """Return limits with which every rank's tokens make matrices that the model's layers multiply."""
+    return limits if model.fp8 is None else replace(limits, multiple=limits.multiple * EIGHT_BIT_UNIT)
+
+
 Grid = Callable[[], AbstractContextManager[Any]]
 """Makes a context that activates a model's process groups."""
 
@@ -77,7 +83,7 @@ class Model:
         self.model_config = model
         self.parallel = parallel
         self.head = head
-        self.micro_batching = micro_batching
+        self.micro_batching = padded_for(model, micro_batching)
         self.grid = grid
         kind: Literal["lm", "score"] = "score" if head is None else "lm"
         self.layout = megatron_layout(
@@ -304,7 +310,7 @@ class TrainedModel:
 
         self.model = Model(hf_config, model, parallel, head, micro_batching, grid)
         settings = DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
+            grad_reduce_in_fp32=model.grad_dtype == "float32",
             use_distributed_optimizer=True,  # no check_for_nan_in_grad: it would end one rank while others wait
             overlap_grad_reduce=parallel.overlap_grad_reduce,
             overlap_param_gather=parallel.overlap_param_gather,
@@ -316,7 +322,7 @@ class TrainedModel:
                 DistributedDataParallel(config, settings, chunk, disable_bucketing=number > 0)
                 for number, chunk in enumerate(self.model.chunks)
             ]
-            self.optimizer = Optimizer(chunks, optimizer, model.dtype)
+            self.optimizer = Optimizer(chunks, optimizer, model.dtype, model.moments_dtype)
         self.model.chunks, self.model.optimizer = chunks, self.optimizer
         config.grad_scale_func = self.optimizer.inner.scale_loss
         if parallel.overlap_grad_reduce:  # else reduced once, after the last micro-batch

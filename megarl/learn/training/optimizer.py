@@ -16,6 +16,7 @@ import torch.distributed as dist
 from megarl.config.schema import OptimizerConfig
 from megarl.core.errors import WeightsDiffer
 from megarl.learn.models.gpt import named_tensors, unwrap
+from megarl.learn.parallel.cpu import FusedLayoutAdamW
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.checkpoint.training.state import inner_optimizers
 from megarl.weights.megatron_private import first_element
@@ -35,28 +36,38 @@ def learning_rate(config: OptimizerConfig, step: int) -> float:
 
 
 class Optimizer:
-    """Adam with decoupled weight decay; float32 masters and moments, sharded over data-parallel ranks."""
+    """Adam with decoupled weight decay; float32 masters and moments of ``moments_dtype``, sharded over data-parallel
+    ranks."""
 
-    def __init__(self, chunks: Sequence[torch.nn.Module], config: OptimizerConfig, dtype: str) -> None:
+    def __init__(
+        self, chunks: Sequence[torch.nn.Module], config: OptimizerConfig, dtype: str, moments_dtype: str = "float32"
+    ) -> None:
         from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-        from megatron.core.optimizer import get_megatron_optimizer
+        from megatron.core.optimizer import distrib_optimizer, get_megatron_optimizer
 
-        self.inner: Any = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                min_lr=config.lr if config.min_lr is None else config.min_lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.beta1,
-                adam_beta2=config.beta2,
-                adam_eps=config.eps,
-                clip_grad=config.clip_grad,
-                bf16=dtype == "bfloat16",
-                params_dtype=getattr(torch, dtype),
-                use_distributed_optimizer=True,
-            ),
-            list(chunks),
+        settings = MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.lr if config.min_lr is None else config.min_lr,
+            weight_decay=config.weight_decay,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            clip_grad=config.clip_grad,
+            bf16=dtype == "bfloat16",
+            params_dtype=getattr(torch, dtype),
+            use_distributed_optimizer=True,
         )
+        low = getattr(torch, moments_dtype)
+        if low != torch.float32 and distrib_optimizer.Adam is not FusedLayoutAdamW:
+            # Set after the constructor, which would move the masters into TransformerEngine's Adam: there neither
+            # digests nor ``reload_model_params`` reach them.
+            settings.use_precision_aware_optimizer = True
+            settings.exp_avg_dtype = settings.exp_avg_sq_dtype = low
+        self.inner: Any = get_megatron_optimizer(settings, list(chunks))
+        for inner in inner_optimizers(self.inner):
+            if isinstance(inner, FusedLayoutAdamW):
+                inner.exp_avg_dtype = low
         self.set_hyperparameters(config)
 
     def restart(self, config: OptimizerConfig) -> None:

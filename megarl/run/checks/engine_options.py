@@ -146,7 +146,7 @@ def engine_arguments() -> Mapping[str, tuple[str, ...]]:
     return found
 
 
-EIGHT_BIT_CAPABILITY = 8.9
+EIGHT_BIT_CAPABILITY, BLOCK_CAPABILITY = 8.9, 9.0
 """Minimum compute capability of 8-bit products in vLLM, for linear layers with a scale per channel and Triton's kernel
 of experts."""
 
@@ -186,16 +186,28 @@ def check_eight_bits(config: Config, hf_config: Mapping[str, Any]) -> None:
 
 
 def check_capability(config: Config, job: Job) -> None:
-    """Raise ConfigError if no GPU of this machine supports vLLM's 8-bit layers. Passes if nvidia-smi lists no GPU:
-    other nodes must have this node's GPUs."""
+    """Raise ConfigError if no GPU of this machine supports the 8-bit layers of vLLM or TransformerEngine. Passes if
+    nvidia-smi lists no GPU: other nodes must have this node's GPUs."""
+    fp8 = config.model.fp8
+    asked = {
+        "rollout.weight_dtype=fp8": ("vLLM", "auto", EIGHT_BIT_CAPABILITY),
+        f"model.fp8={fp8}": (
+            "TransformerEngine",
+            "null",
+            EIGHT_BIT_CAPABILITY if fp8 != "blockwise" else BLOCK_CAPABILITY,
+        ),
+    }
     if config.rollout.weight_dtype == "auto" or not job.has(ProcessKind.ENGINE):
-        return
-    newest = gpu_state.newest_capability(gpu_state.gpus())
-    if newest is not None and newest < EIGHT_BIT_CAPABILITY:
-        raise ConfigError(
-            f"rollout.weight_dtype=fp8 on GPUs of compute capability {newest}: vLLM multiplies in 8 bits from "
-            f"{EIGHT_BIT_CAPABILITY} on (Ada, Hopper, Blackwell); set it to auto, or take newer GPUs"
-        )
+        del asked["rollout.weight_dtype=fp8"]
+    if fp8 is None or not job.has(ProcessKind.TRAINER):
+        del asked[f"model.fp8={fp8}"]
+    newest = gpu_state.newest_capability(gpu_state.gpus()) if asked else None
+    for setting, (package, off, least) in asked.items():
+        if newest is not None and newest < least:
+            raise ConfigError(
+                f"{setting} on GPUs of compute capability {newest}: {package} multiplies in 8 bits like this from "
+                f"{least} on (Ada is 8.9, Hopper 9.0); set it to {off}, or take newer GPUs"
+            )
 
 
 def _check_cache_size(config: Config) -> None:
@@ -235,13 +247,15 @@ def _check_dtypes(config: Config, job: Job) -> None:
                 f"{given[-1]} with model.dtype={config.model.dtype}: vLLM makes 8 bits of bfloat16 alone; set "
                 "model.dtype=bfloat16, or rollout.weight_dtype=auto"
             )
+    if config.model.fp8 is not None:
+        given.append(f"model.fp8={config.model.fp8}")
     if not given or job.mode == "bench":
         return
-    setting = given[0].partition("=")[0]
+    fix = "model.fp8=null" if given[0].startswith("model.") else f"{given[0].partition('=')[0]}=auto"
     if config.algorithm.correction == "none":
         raise ConfigError(
             f"{given[0]} without algorithm.correction: engines sample from another distribution than the trainer's; "
-            f"set algorithm.correction=truncate, or {setting}=auto"
+            f"set algorithm.correction=truncate, or {fix}"
         )
     if None in (config.sync.probe_tolerance, config.sync.sample_tolerance):
         raise ConfigError(

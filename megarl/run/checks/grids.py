@@ -17,7 +17,7 @@ from megarl.config import Config
 from megarl.config.derived import context_tokens, prompt_tokens
 from megarl.core.errors import ConfigError
 from megarl.learn.models.recompute import lacking
-from megarl.learn.models.specs import check_layers
+from megarl.learn.models.specs import check_fp8, check_layers
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
 from megarl.run.checks.decoding import check_decode_context
@@ -53,6 +53,7 @@ def check_model(config: Config, hf_config: Mapping[str, Any], *, engines: bool, 
     check_recompute(config, hf_config)
     check_fusions(config, hf_config)
     check_layers(config.model, hf_config)
+    check_fp8(config.model, config.parallel, hf_config)
     check_experts_settings(config.model, config.parallel, hf_config)
     columns = padded_vocab_size(int(hf_config["vocab_size"]), config.parallel.tp) // config.parallel.tp
     try:

@@ -252,7 +252,8 @@ def check_transport(config: Config) -> None:
 
 
 def check_optimizers(config: Config) -> None:
-    """Raise ConfigError if only one of a learning-rate decay's two settings is set."""
+    """Raise ConfigError if only one of a learning-rate decay's two settings is set, or if gradients would be kept in
+    fewer bits than the parameters."""
     trainer = config.trainer
     optimizers = {
         "trainer": trainer.optimizer,
@@ -265,6 +266,11 @@ def check_optimizers(config: Config) -> None:
                 f"{where}.optimizer.decay_steps={optimizer.decay_steps} with min_lr={optimizer.min_lr}: a decay needs "
                 "both; set the other as well, or neither"
             )
+    if config.model.grad_dtype != "float32" and config.model.dtype == "float32":
+        raise ConfigError(
+            f"model.grad_dtype={config.model.grad_dtype} with model.dtype=float32: Megatron-Core keeps gradients in "
+            "float32 or in the type of the parameters; set model.grad_dtype to float32, or model.dtype to bfloat16"
+        )
 
 
 def check_evaluation(config: Config, job: Job) -> None:

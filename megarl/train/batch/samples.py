@@ -162,7 +162,8 @@ class StepSamples:
             if numbers.isdisjoint(members):
                 continue
             trajectory = self.held.get(place, self.trajectories[place])
-            assert not is_outline(trajectory), f"the arrays of {name_of(trajectory)} are not read"
+            if is_outline(trajectory):
+                raise AssertionError(f"the arrays of {name_of(trajectory)} are not read")
             samples = current(list(trajectory.samples(self.lags)), self.settings)
             yield from (sample for number, sample in zip(members, samples, strict=True) if number in numbers)
 

@@ -53,10 +53,11 @@ class NodeReader:
             return
         nodes: list[str] = [""] * self._world
         dist.all_gather_object(nodes, machine())
-        ranks = [rank for rank, where in enumerate(nodes) if where == machine()]
-        # A node's ranks make their own group alone: else every rank takes part in the groups of all nodes, in turn.
-        self._group = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo", use_local_synchronization=True)
-        self._reader = ranks[0]
+        for node in dict.fromkeys(nodes):  # all ranks count all groups, in the same order; members alone wait
+            ranks = [rank for rank, where in enumerate(nodes) if where == node]
+            group = dist.new_group(ranks, timedelta(seconds=timeout_s), "gloo")
+            if dist.get_rank() in ranks:
+                self._group, self._reader = group, ranks[0]
 
     @property
     def reads(self) -> bool:

@@ -53,6 +53,8 @@ class Learner:
     ) -> None:
         self.config, self.algorithm, self._updates, self._ranks = config, algorithm, updates, ranks
         self.inference, self._models = inference, inference.models
+        self.with_arrays: WithArrays = list
+        """Reads the arrays of trajectories that the store's reader returned without them; set by ``services_of``."""
 
     def batch_of(
         self,
@@ -60,9 +62,9 @@ class Learner:
         demonstrations: Sequence[ExpertRow] = (),
         lags: Mapping[WeightsVersion, int] | None = None,
         images: StepImages | None = None,
-        with_arrays: WithArrays = list,
     ) -> StepBatch:
-        """Make the batch of whole groups, with group statistics; this rank holds its share of the tokens.
+        """Make the batch of whole groups, with group statistics; this rank holds its share of the tokens. Every rank
+        calls it, because arrays that are still in the store are read here.
 
         Arguments and errors as in ``make_batch``.
         """
@@ -70,7 +72,7 @@ class Learner:
         settings = (self.algorithm, config.algorithm, config.trainer.updates_per_step, lags, images, share)
         replays = config.rollout.routing_replay
         return make_batch(
-            with_group_stats(trajectories), demonstrations, *settings, with_arrays, replays_routing=replays
+            with_group_stats(trajectories), demonstrations, *settings, self.with_arrays, replays_routing=replays
         )
 
     def train_step(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:

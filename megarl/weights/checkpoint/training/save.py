@@ -33,7 +33,7 @@ from megarl.weights.checkpoint.training.manifest import (
     unfinished_name,
 )
 from megarl.weights.checkpoint.training.rank_0 import SmallFiles, on_rank_0
-from megarl.weights.checkpoint.training.rank_state import spread
+from megarl.weights.checkpoint.training.rank_state import STATE, spread
 from megarl.weights.checkpoint.training.writer import PendingWrite
 from megarl.weights.megatron_private import own_writer, put_results_queue
 from megarl.weights.reshard.adapters import LORA
@@ -390,7 +390,8 @@ def start_moments(optimizer: Any) -> None:
             group.setdefault("step", 0)
             for p in group["params"]:
                 if "exp_avg" not in inner.state[p]:
-                    inner.state[p].update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                    dtype = getattr(inner, "exp_avg_dtype", p.dtype)  # of TransformerEngine's Adam and of ours
+                    inner.state[p].update({name: torch.zeros_like(p, dtype=dtype) for name in STATE[1:]})
 
 
 def bare(chunk: Any) -> Any:
