@@ -270,7 +270,7 @@ def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) 
             groups["stage"] = group
         groups[f"engines{stage}"] = dist.new_group([ranks[0], *range(TRAINERS, TRAINERS + ENGINE_TP)])
     link = Between(TRAINERS if trainer else 0)
-    shared, anew = (_through_memory(link, rank) for _ in range(2))
+    shared, again = (_through_memory(link, rank) for _ in range(2))
     ways: dict[str, Callable[[], int]] = {
         "gather then broadcast": lambda: gather_then_broadcast(source, destination, rank, tensors, groups)
     }
@@ -282,8 +282,8 @@ def rank_main(rank: int, port: int, buckets: list[int], repeats: int, out: str) 
             slices, plan, own + (0 if trainer else TRAINERS), tensors, shared, bucket, shared.finish
         )
         last = f"slices, shared memory, buckets of {bucket >> 20} MiB"
-        ways[f"{last}, made anew"] = partial(
-            slices, plan, own + (0 if trainer else TRAINERS), tensors, anew, bucket, partial(_end_and_close, anew)
+        ways[f"{last}, made again"] = partial(
+            slices, plan, own + (0 if trainer else TRAINERS), tensors, again, bucket, partial(_end_and_close, again)
         )
         ways[f"{last}, sent without digests"] = partial(without_digests, ways[last])
     results: dict[str, list[dict[str, float]]] = {name: [] for name in ways}

@@ -77,7 +77,7 @@ MUTANTS = (
     Mutant("the reward is a token early", "learn/algorithms/terms/token_rewards.py",
            "rewards[cu_seqlens[1:][there] - 1] +=", "rewards[cu_seqlens[:-1][there]] +=",
            "unit/test_algorithms_estimates.py"),
-    Mutant("the critic's clipping takes the better of two", "learn/algorithms/terms/value.py",
+    Mutant("the critic's clipping takes the better of two", "learn/algorithms/token_returns.py",
            "torch.maximum(each, bounded)", "torch.minimum(each, bounded)",
            "unit/test_algorithms_estimates.py"),
     Mutant("DPO prefers what was rejected", "learn/algorithms/pairs.py", "masked(chosen - rejected, counted)",
@@ -85,7 +85,7 @@ MUTANTS = (
     Mutant("the KL's coefficient runs away", "learn/algorithms/terms/token_rewards.py", "kl / config.target - 1.0",
            "1.0 - kl / config.target", "unit/test_algorithms_estimates.py unit/test_algorithms.py"),
     # weights
-    Mutant("other weights under the same version", "train/sync/last_published.py", "self._last[0] != version", "True",
+    Mutant("other weights under the same version", "train/sync/probe.py", "self._last[0] != version", "True",
            "unit/test_weight_sync.py"),
     Mutant("digests of a channel are not counted", "weights/reshard/execute.py",
            "(digests[key] + self.known[_key(slice_)]) % _MODULUS", "digests[key]", "unit/test_reshard_execute.py"),

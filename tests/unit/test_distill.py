@@ -24,7 +24,7 @@ from megarl.learn.algorithms.terms.reduction import counts
 from megarl.learn.batching import Sequences
 from megarl.train.inference.inference import check_ids
 from megarl.train.parts.teachers import Teachers
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from tests.native import backends
 from tests.trajectories import one_turn
 from tests.unit.test_learner import batch, learner_of

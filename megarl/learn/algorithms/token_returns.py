@@ -1,4 +1,6 @@
-"""Algorithms with an advantage for each token, from returns: ppo, reinforce_pp, remax.
+"""Algorithms with an advantage for each token, from returns: ppo, reinforce_pp, remax; and the critic's loss.
+
+R: the returns of GAE, V_old: values at the start of the step, c: ``value_clip`` (null: ½(V − R)²). Computed in float64.
 
 r_t: ``token_rewards.py`` (with ``kl.place=reward`` it includes the KL). The actor's loss is GRPO's (clip, KL, entropy,
 correction). ``whiten_advantages`` scales A to mean 0 and variance 1 over the step's tokens; returns are unchanged.
@@ -16,10 +18,57 @@ from megarl.config.algorithms import PPOConfig, ReinforcePPConfig, ReMaxConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.algorithms import terms
 from megarl.learn.algorithms.terms import surrogate
-from megarl.learn.algorithms.terms.reduction import picked, repeated, spread_out
+from megarl.learn.algorithms.terms.reduction import Tokens, picked, repeated, spread_out
 from megarl.learn.algorithms.terms.token_rewards import token_rewards, whitened
-from megarl.learn.algorithms.terms.value import explained_variance
-from megarl.learn.algorithms.types import Algorithm, Estimate, StepInput
+from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, StepInput
+
+
+def critic_count(mask: torch.Tensor) -> torch.Tensor:
+    """Return this micro-batch's share of the global denominator: its kept tokens, int64 scalar."""
+    return mask.sum()
+
+
+def critic_loss(
+    values: torch.Tensor,
+    old_values: torch.Tensor,
+    returns: torch.Tensor,
+    config: PPOConfig,
+    mask: torch.Tensor | None = None,
+) -> Loss:
+    """Return the sum over the tokens of a micro-batch.
+
+    Args:
+        values: float [T], with gradient; ``old_values`` and ``returns`` [T] get none.
+        mask: bool [T], None for all; masked values are ignored, even NaN.
+    """
+    keep = torch.ones_like(values, dtype=torch.bool) if mask is None else mask
+    v, old, target = (terms.masked(x.double(), keep) for x in (values, old_values.detach(), returns.detach()))
+    each = (v - target).square()
+    clipped = torch.zeros_like(keep)
+    if config.value_clip is not None:
+        bounded = (torch.clamp(v, old - config.value_clip, old + config.value_clip) - target).square()
+        clipped, each = bounded > each, torch.maximum(each, bounded)
+    total, tokens = 0.5 * each.sum(), keep.sum()
+    metrics = {
+        "critic/vf_loss": (total.detach(), tokens),
+        "critic/vf_clipfrac": (clipped.sum(), tokens),
+        "critic/vpred_mean": (v.detach().sum(), tokens),
+    }
+    return Loss(total.to(values.dtype), metrics)
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor, kept: Tokens) -> float:
+    """Return 1 − Var(R − V) / Var(R) over the kept tokens of a step ([T] each), in float64: 1 for a perfect critic, 0
+    for a constant one, below 0 for a worse one. 0 if all returns are equal or there are none."""
+    total = kept.totals(torch.Tensor.double, returns)
+    if total.number < 2 or total.max == total.min:
+        return 0.0
+
+    def rest(r: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return r.double() - v.double()
+
+    unexplained = kept.variance(kept.totals(rest, returns, values).mean, rest, returns, values)
+    return 1.0 - unexplained / kept.variance(total.mean, torch.Tensor.double, returns)
 
 
 def generalised(step: StepInput, config: PPOConfig) -> Estimate:
@@ -81,7 +130,7 @@ PPO = Algorithm(
     estimate=generalised,
     shares=True,
 )
-"""The critic's loss: ``terms/value.py`` on R."""
+"""The critic's loss: ``token_returns.py`` on R."""
 REINFORCE_PP = Algorithm(
     name="reinforce_pp",
     source="REINFORCE++, arXiv 2501.03262",

@@ -141,7 +141,7 @@ def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
 
 def _balanced(block: Any, model: ModelConfig) -> Any:
     if model.router.is_used:
-        from megarl.learn.models.experts.balanced_router import balance
+        from megarl.learn.models.experts import balance
 
         balance(block, model.router)
     return block
