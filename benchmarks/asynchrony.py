@@ -34,7 +34,7 @@ import simulation
 
 from megarl.buffer.order.pacing import Pacing
 from megarl.buffer.store import Store
-from megarl.train.rollout.found import rollout_id
+from megarl.train.rollout.group_part import rollout_id
 
 MEDIAN, P99, MOST = 32, 512, 1024
 BUDGET, SEGMENT = 128, 64

@@ -171,7 +171,7 @@ def steps_of(config: Any, store: Any) -> Any:
     from megarl.train.inference.inference import Inference
     from megarl.train.inference.models import Models
     from megarl.train.part import Services
-    from megarl.train.rank.state import RunContext
+    from megarl.train.ranks import RunContext
     from megarl.train.rollout import rollouts
     from megarl.train.rollout.reading import NodeReader, RolloutReader
     from megarl.train.step import OnlineSteps
@@ -219,7 +219,7 @@ def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) 
     from megarl.config.job import SyncConfig
     from megarl.config.schema import Config, ParallelConfig, TrainerConfig
     from megarl.learn.parallel import process_groups
-    from megarl.train.rank.state import TrainState
+    from megarl.train.ranks import TrainState
 
     torch.set_num_threads(1)
     process_groups.initialize(ParallelConfig(dp=ranks), seed=0)

@@ -26,7 +26,7 @@ from megarl.config.algorithms import AlgorithmConfig
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from megarl.learn import algorithms
 from megarl.learn.batching import Sequences
-from megarl.learn.batching.packing import MicroBatching, deal
+from megarl.learn.batching.micro import MicroBatching, deal
 
 VOCAB = 512
 

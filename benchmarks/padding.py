@@ -10,7 +10,7 @@ from __future__ import annotations
 import page
 from packing import lengths_of
 
-from megarl.learn.batching.packing import MicroBatching, deal
+from megarl.learn.batching.micro import MicroBatching, deal
 
 MEDIAN, LONGEST, DRAWS = 3000, 32768, 20
 BUDGETS, RESPONSES, RANKS = (32768, 65536), (512, 128), (1, 4, 16)

@@ -21,7 +21,7 @@ import page
 
 from megarl.core.metrics import COMMAND
 from megarl.run.report.data import load
-from megarl.run.report.timeline import last_start
+from megarl.run.report.svg import last_start
 
 COMMAND_LINE = (
     sys.executable, "-m", "megarl", "train", "experiment=quickstart", "trainer.steps=1", "trainer.tasks_per_step=8",

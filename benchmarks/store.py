@@ -29,7 +29,7 @@ from megarl.buffer.store import Claim, EndedGroup, Store, Used
 from megarl.buffer.store.codec import segment_to_row, trajectory_to_row
 from megarl.buffer.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES
 from megarl.core.schema import Reward, Segment, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.explorer.other_explorers import record_evaluations
 
 USED = (1_024, 1_024_000)
 HELD_OUT = (2_000, 20_000)

@@ -88,8 +88,7 @@ def memory(cycles: int, folder: Path, offload: Literal["memory", "disk"]) -> lis
     from megarl.learn.training.model import TrainedModel, micro_batching_for
     from megarl.learn.training.schedule import Head
     from megarl.train.memory import PhaseMemory
-    from megarl.train.rank.ranks import Ranks
-    from megarl.train.rank.state import RunContext
+    from megarl.train.ranks import Ranks, RunContext
 
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="29631", OMP_NUM_THREADS="1")
     parallel, trainer = ParallelConfig(), TrainerConfig(offload=offload)

@@ -5,12 +5,11 @@ lies between two calls: another order, another batch, a metric, a second update.
 """
 
 from megarl.learn.memory.phases import Phase
-from megarl.train.batch.accounts import trajectory_metrics
+from megarl.train.batch.samples import trajectory_metrics
 from megarl.train.loop.course import Course
 from megarl.train.loop.rank import TrainerRank
-from megarl.train.rank.ranks import Stopped
-from megarl.train.rank.state import TrainState
-from megarl.train.rollout.found import Published
+from megarl.train.ranks import Stopped, TrainState
+from megarl.train.rollout.group_part import Published
 from megarl.train.services import Services, services_of
 from megarl.train.step import OnlineSteps
 

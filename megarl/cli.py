@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.processes.machine import uncollected
-from megarl.planner.accelerators import DEVICES
+from megarl.planner.model_cost import DEVICES
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
 from megarl.run.launch import starter
@@ -495,7 +495,7 @@ def _explain(arguments: argparse.Namespace) -> int:
 
     from megarl.config import compose
     from megarl.config.rewards import RewardConfig
-    from megarl.run.data.explain import explanations
+    from megarl.run.data.show import explanations
 
     config = compose(arguments.overrides).reward if arguments.overrides else RewardConfig()
 

@@ -21,6 +21,7 @@ MOVED = {
     "megarl.explore.store": "megarl.buffer.store",
     "megarl.explore.tasksets": "megarl.tasks",
     "megarl.explore.tools": "megarl.tasks.tools",
+    "megarl.learn.algorithms.grpo": "megarl.learn.algorithms.group_relative",
 }
 """Old name of a package or module that users' files import -> its current name."""
 

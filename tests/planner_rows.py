@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.schema import ParallelConfig
-from megarl.planner.accelerators import DEVICES, PACKED
-from megarl.planner.model_cost import LayerCost, ModelCost, Product
+from megarl.planner.model_cost import DEVICES, PACKED, LayerCost, ModelCost, Product
+from megarl.planner.phase_seconds import Lengths, RolloutCost, TrainingCost
 from megarl.planner.predict import sync_seconds
-from megarl.planner.rollout import Lengths, RolloutCost
-from megarl.planner.training import TrainingCost
 from megarl.weights.checkpoint.formats.hf_source import complete
 
 CASES = Path(__file__).parent / "unit" / "cases"
@@ -190,9 +188,8 @@ def _tokens(row: dict[str, Any]) -> float:
 def presets() -> list[str]:
     """Return a line for each experiment of a real model."""
     from megarl.config import compose
-    from megarl.planner.predict import predict
+    from megarl.planner.predict import JobPlan, StepWork, predict
     from megarl.planner.search import search
-    from megarl.planner.work import JobPlan, StepWork
     from tests.unit.test_configs import NODES, hf_config
 
     lines = [

@@ -21,7 +21,7 @@ from megarl.learn.batching import Sequences, StepShare
 from megarl.train.batch.batch import StepBatch
 from megarl.train.inference.inference import Inference
 from megarl.train.inference.models import Models
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from megarl.train.update.gap import engine_gap
 from megarl.train.update.learner import Learner
 from tests.parallel.batches import held_by

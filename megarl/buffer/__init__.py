@@ -11,7 +11,6 @@ FACE = (
     "order.draws",
     "order.group_choice",
     "order.pacing",
-    "order.replay",
     "store",
     "store.claims",
     "store.database",

@@ -15,7 +15,6 @@ FACE = (
     "processes.gloo_device",
     "processes.heartbeat",
     "processes.machine",
-    "processes.parent",
     "processes.secrets",
     "published",
     "schema",

@@ -2,7 +2,7 @@
 
 Tools and verifiers ignore thoughts.
 
-Other marks are rewritten to these two when a response becomes text (``tasks/templates/thought_marks.py``).
+Other marks are rewritten to these two when a response becomes text (``tasks/templates/template.py``).
 """
 
 from __future__ import annotations

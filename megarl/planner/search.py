@@ -11,9 +11,8 @@ from itertools import product
 from megarl.config.schema import ParallelConfig
 from megarl.core.errors import ConfigError
 from megarl.learn.parallel.grid import megatron_grid
-from megarl.planner.accelerators import Device
-from megarl.planner.predict import Prediction, predict, training_seconds, update_bytes
-from megarl.planner.work import JobPlan, StepWork
+from megarl.planner.model_cost import Device
+from megarl.planner.predict import JobPlan, Prediction, StepWork, predict, training_seconds, update_bytes
 from megarl.weights.reshard.grid import check_grid, shares_heads
 
 KEPT = 4

@@ -6,7 +6,7 @@ Code here starts processes and reads the files that they write. It computes no l
 FACE = (
     "checks.job",
     "data.command",
-    "data.explain",
+    "data.show",
     "job_store",
     "launch.bench",
     "launch.job",

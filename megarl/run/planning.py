@@ -15,11 +15,10 @@ from megarl.config.load import load_resolved
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import records
 from megarl.learn.parallel.grid import megatron_grid
-from megarl.planner.accelerators import DEVICES
-from megarl.planner.predict import Prediction, predict
-from megarl.planner.rollout import Lengths
+from megarl.planner.model_cost import DEVICES
+from megarl.planner.phase_seconds import Lengths
+from megarl.planner.predict import JobPlan, Prediction, StepWork, predict
 from megarl.planner.search import TIE, reason, search, ties
-from megarl.planner.work import JobPlan, StepWork
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.reshard.grid import check_grid
 

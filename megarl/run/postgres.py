@@ -29,7 +29,7 @@ from sqlalchemy.engine import URL, make_url
 
 from megarl.buffer.store import OWN_SERVER, check_url
 from megarl.core.errors import ConfigError, JobError
-from megarl.core.processes.parent import die_with
+from megarl.core.processes.machine import die_with
 from megarl.engines.client.leftovers import shared_memory
 from megarl.run.local_disk import Parking, Use
 from megarl.run.process import ports

@@ -14,8 +14,7 @@ from typing import NoReturn
 
 from megarl.core.errors import MemoryFullError
 from megarl.core.processes import heartbeat
-from megarl.core.processes.machine import uncollected
-from megarl.core.processes.parent import end_after_parent
+from megarl.core.processes.machine import end_after_parent, uncollected
 from megarl.core.processes.secrets import hide_secrets
 
 

@@ -6,7 +6,6 @@ Code here reads files of users and turns them into token ids. It imports no torc
 from megarl.tasks.generators.entries import Entry, Generator
 from megarl.tasks.generators.generate import GENERATORS, generate, recipe
 from megarl.tasks.image_rows import chat_messages
-from megarl.tasks.preferences import read_preferences, write_preferences
 from megarl.tasks.processing import (
     difficulty_of,
     place_of_row,
@@ -18,7 +17,7 @@ from megarl.tasks.processing import (
     with_templates,
 )
 from megarl.tasks.row_files import Faults, place_of, read_recipe, record, recorded
-from megarl.tasks.rows import Kind, read_rows, write_rows
+from megarl.tasks.rows import Kind, read_preferences, read_rows, write_preferences, write_rows
 from megarl.tasks.templates.tokenizer import (
     ChatTokenizer,
     Place,

@@ -16,8 +16,7 @@ from megarl.learn.memory.ledger import human
 from megarl.learn.memory.phases import OFFLOAD, WITH_ENGINES, Phase, PhasePlan, Place
 from megarl.learn.memory.residents import Resident, device_bytes, release_freed_memory, residents_of
 from megarl.train.inference.models import Models
-from megarl.train.rank.ranks import Ranks
-from megarl.train.rank.state import RunContext
+from megarl.train.ranks import Ranks, RunContext
 
 log = logging.getLogger(__name__)
 

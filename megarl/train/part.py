@@ -15,13 +15,11 @@ from megarl.train.batch.batch import StepBatch
 from megarl.train.batch.images import StepImages
 from megarl.train.inference.models import Models
 from megarl.train.memory import PhaseMemory
-from megarl.train.rank.ranks import Ranks
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
 from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.rollout.reading import RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups, Wait
-from megarl.train.sync.last_published import SentWeights
+from megarl.train.sync.probe import SentWeights
 from megarl.train.sync.publish import WeightPublisher
 from megarl.train.sync.weights import WeightSync
 

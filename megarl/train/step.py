@@ -9,16 +9,16 @@ from megarl.buffer.order.pacing import Pacing
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import WeightsVersion
 from megarl.learn.memory.phases import Phase
-from megarl.train.batch.accounts import trajectory_metrics
 from megarl.train.batch.batch import filter_overlong
+from megarl.train.batch.samples import trajectory_metrics
 from megarl.train.loop.rank import TrainerRank
 from megarl.train.part import Metrics, Part, Services, StepData
 from megarl.train.parts import parts_of
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from megarl.train.rollout.evaluation import Evaluates
-from megarl.train.rollout.found import Published
+from megarl.train.rollout.group_part import Published
 from megarl.train.services import services_of
-from megarl.train.sync.last_published import SentWeights
+from megarl.train.sync.probe import SentWeights
 from megarl.train.update.gap import engine_gap
 
 

@@ -28,7 +28,7 @@ from tests.system.jobs import last_of_each
 ALGORITHM = """
 import dataclasses, os
 from pathlib import Path
-from megarl.learn.algorithms.sft import SFT
+from megarl.learn.algorithms.supervised import SFT
 
 CALLS = 0
 AT, RANK = int(os.environ.get("SPOILED", "0")), "1"

@@ -29,12 +29,11 @@ from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.engines.client.client import Prompt, Sampling
 from megarl.engines.client.engine_choice import EngineChoice
 from megarl.engines.client.frames import Completion, VersionSpan, encode
-from megarl.explore.explorer.clocks import RolloutClock
+from megarl.explore.explorer.claimed import RolloutClock
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.explore.explorer.trajectories import TrajectorySettings
-from megarl.explore.recording.model import NO_LIMITS, RolloutModel, TokenLimits
+from megarl.explore.recording.model import NO_LIMITS, RolloutModel, TokenLimits, Workflow
 from megarl.explore.workflows.single_turn import FEEDBACK, reflect, single_turn
-from megarl.explore.workflows.types import Workflow
 from megarl.rewards import Verdict
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import messages_of, render_turns, turn_ids

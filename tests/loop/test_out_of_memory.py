@@ -19,7 +19,7 @@ BUDGET, ROOM = 256, 50
 ALGORITHM = f"""
 import dataclasses, os
 import torch
-from megarl.learn.algorithms.sft import SFT
+from megarl.learn.algorithms.supervised import SFT
 
 def loss(batch, config):
     found = SFT.loss(batch, config)

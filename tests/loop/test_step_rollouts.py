@@ -22,13 +22,12 @@ from megarl.engines.client.client import EngineClient, Prompt, Sampling
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
 from megarl.learn import algorithms
 from megarl.rewards import Verdict
-from megarl.train.loop.rollout_waiting import RolloutWaiter
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import Reporter, RunContext, TrainState
 from megarl.train.rollout.evaluation import Evaluation
-from megarl.train.rollout.found import Published
+from megarl.train.rollout.group_part import Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.services import RolloutWaiter
 from tests.engine_rows import choice_of
 from tests.loop.engines import KEY, VOCAB, RunningEngine
 

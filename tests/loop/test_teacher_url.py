@@ -306,9 +306,8 @@ def megatron_logp(rank: int, teacher: str, actor: str, trajectories: list[Trajec
     from megarl.learn.parallel import process_groups
     from megarl.train.inference.inference import Inference
     from megarl.train.inference.models import Models
-    from megarl.train.rank.ranks import Ranks
-    from megarl.train.update.learner import Learner
-    from megarl.train.update.updates import UpdateFilter
+    from megarl.train.ranks import Ranks
+    from megarl.train.update.learner import Learner, UpdateFilter
 
     config = Config(
         model=ModelConfig(path=actor, dtype="float32"),

@@ -466,8 +466,8 @@ def on_a_gpu(rank: int, path: str) -> dict[str, list[float]]:
     from megatron.core.transformer.enums import AttnMaskType
 
     from megarl.learn.models.attention import CoreAttention, layout_of
-    from megarl.learn.models.attention_layout import LONG
     from megarl.learn.models.gpt import transformer_config
+    from megarl.learn.models.packed import LONG
     from megarl.learn.parallel import process_groups
     from megarl.weights.checkpoint.formats import hf
 
@@ -533,8 +533,8 @@ class HostReads:
 
 def host_reads(rank: int, paths: list[str], parallel: ParallelConfig) -> list[tuple[int, int]]:
     """Of each model: its layers, and the tensors whose values Python asks for in a packed forward pass."""
-    from megarl.learn.models.attention_layout import on_device
     from megarl.learn.models.gpt import build_chunks
+    from megarl.learn.models.packed import on_device
     from megarl.learn.parallel import process_groups
     from megarl.learn.training.schedule import packed_params_of
     from megarl.weights.checkpoint.formats import hf

@@ -66,10 +66,8 @@ def step(
     from megarl.learn.parallel import process_groups
     from megarl.train.inference.inference import Inference
     from megarl.train.inference.models import Models
-    from megarl.train.rank.ranks import Ranks
-    from megarl.train.rank.state import TrainState
-    from megarl.train.update.learner import Learner
-    from megarl.train.update.updates import UpdateFilter
+    from megarl.train.ranks import Ranks, TrainState
+    from megarl.train.update.learner import Learner, UpdateFilter
 
     found = []
     for grids, cases in every:

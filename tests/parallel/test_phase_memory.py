@@ -37,8 +37,7 @@ STEPS = 3
 
 def memory_of(actor: Any, place: Place, folder: Path, limit: int | None = None) -> Any:
     from megarl.train.memory import PhaseMemory
-    from megarl.train.rank.ranks import Ranks
-    from megarl.train.rank.state import RunContext
+    from megarl.train.ranks import Ranks, RunContext
 
     models: Any = SimpleNamespace(by_role=lambda: {"actor": actor.model})
     offload: Any = "none" if place is Place.DEVICE else str(place)

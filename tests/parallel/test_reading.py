@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.buffer.order.replay import Replayed
+from megarl.buffer.order.group_choice import Replayed
 from megarl.buffer.store import Store, is_outline
 from megarl.buffer.store.codec import trajectory_to_row
 from megarl.core.errors import DiskFullError, FencedError, JobError, StoreDamagedError

@@ -114,9 +114,8 @@ def learner_of(path: str, case: Case, limit: int) -> Any:
     from megarl.train.batch.images import ImageInputs
     from megarl.train.inference.inference import Inference
     from megarl.train.inference.models import Models
-    from megarl.train.rank.ranks import Ranks
-    from megarl.train.update.learner import Learner
-    from megarl.train.update.updates import UpdateFilter
+    from megarl.train.ranks import Ranks
+    from megarl.train.update.learner import Learner, UpdateFilter
     from megarl.weights.checkpoint.formats import hf
 
     trainer = TrainerConfig(
@@ -225,8 +224,8 @@ def step(rank: int, path: str, case: Case) -> dict[str, Any]:
     """Runs in each rank: the same step with its share and with all sequences; which results have other bits."""
     from megarl.learn.batching import micro_batches
     from megarl.train.batch.batch import filter_overlong
-    from megarl.train.batch.batch_file import kept_batch, put_together, taken
-    from megarl.train.rank.state import TrainState
+    from megarl.train.parts.batches import kept_batch, put_together, taken
+    from megarl.train.ranks import TrainState
     from megarl.train.update.gap import engine_gap
 
     learner = learner_of(path, case, limit=200)
@@ -356,7 +355,7 @@ def misfits(trajectories: list[Trajectory]) -> list[Trajectory]:
 
 def without_replay(rank: int, path: str) -> bool:
     """Runs in each rank: whether stored expert ids leave a step's metrics and weights as they are without any."""
-    from megarl.train.rank.state import TrainState
+    from megarl.train.ranks import TrainState
 
     case = replace(CASES["expert ids"], lines=False, replayed=False)
     learner, found = learner_of(path, case, limit=200), []

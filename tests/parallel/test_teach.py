@@ -130,10 +130,8 @@ def updates(rank: int, base: Config, grids: list[ParallelConfig]) -> list[dict[s
     from megarl.train.inference.inference import Inference
     from megarl.train.inference.models import Models
     from megarl.train.loop.offline import OfflineSteps
-    from megarl.train.rank.ranks import Ranks
-    from megarl.train.rank.state import TrainState
-    from megarl.train.update.learner import Learner
-    from megarl.train.update.updates import UpdateFilter
+    from megarl.train.ranks import Ranks, TrainState
+    from megarl.train.update.learner import Learner, UpdateFilter
 
     def phase(name: str) -> AbstractContextManager[None]:
         return nullcontext()

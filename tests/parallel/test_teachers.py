@@ -78,10 +78,8 @@ def step(rank: int, paths: dict[str, str], every: list[tuple[ParallelConfig, ...
     from megarl.learn.parallel import process_groups
     from megarl.train.inference.inference import Inference
     from megarl.train.inference.models import Models
-    from megarl.train.rank.ranks import Ranks
-    from megarl.train.rank.state import TrainState
-    from megarl.train.update.learner import Learner
-    from megarl.train.update.updates import UpdateFilter
+    from megarl.train.ranks import Ranks, TrainState
+    from megarl.train.update.learner import Learner, UpdateFilter
 
     found = []
     for grids in every:

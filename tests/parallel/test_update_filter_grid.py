@@ -58,8 +58,8 @@ def on_ranks(rank: int, path: str, folder: str) -> dict[str, Any]:
     from megarl.learn.training import objectives
     from megarl.learn.training.model import TrainedModel
     from megarl.learn.training.objectives import Objective
-    from megarl.train.rank.state import TrainState
-    from megarl.train.update.updates import RollBack, UpdateFilter
+    from megarl.train.ranks import TrainState
+    from megarl.train.update.learner import RollBack, UpdateFilter
     from megarl.weights.checkpoint.formats import hf
     from megarl.weights.checkpoint.training import state
 

@@ -63,7 +63,7 @@ COUNTS = re.compile(r"checkpoint/failed$|reward/\w+/(kills|retries)$")
 NAN = "NaN in one rank's loss"
 SPOILED = """
 import dataclasses, os
-from megarl.learn.algorithms.grpo import GRPO
+from megarl.learn.algorithms.group_relative import GRPO
 
 CALLS = 0
 

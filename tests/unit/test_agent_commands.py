@@ -17,9 +17,16 @@ import pytest
 
 from megarl.config.schema import RolloutConfig
 from megarl.core.schema import Task
-from megarl.explore.agents import runner
-from megarl.explore.agents.program import OUTPUT_BYTES, PASSED, command_environment, run_command, with_loopback
-from megarl.explore.agents.runner import AgentFault, AgentThread
+from megarl.explore.agents import program
+from megarl.explore.agents.program import (
+    OUTPUT_BYTES,
+    PASSED,
+    AgentFault,
+    AgentThread,
+    command_environment,
+    run_command,
+    with_loopback,
+)
 
 TASK = Task("t", "s", ({"role": "user", "content": "?"},), "", {"ground_truth": "15"})
 DONE = "open(os.environ['MEGARL_RESULT'], 'w').write(json.dumps(given['n']))"
@@ -156,7 +163,7 @@ async def run(base_url, prompt, request_kwargs, metadata):
 
 def test_sys_exit_in_an_agent_ends_that_agent_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "agent.py").write_text(EXITS)
-    agent: Any = runner.load(RolloutConfig(agent=str(tmp_path / "agent.py")))
+    agent: Any = program.load(RolloutConfig(agent=str(tmp_path / "agent.py")))
 
     async def main() -> None:
         for how, words in (("exit", "SystemExit: 3"), ("cancel", "CancelledError"), ("interrupt", "KeyboardInterrupt"),

@@ -424,8 +424,7 @@ def test_rewards_of_a_workflow_pass_the_weights_of_all_rewards(
     tokenizer: ChatTokenizer, cause: End | None, wrong_ends: tuple[End, ...], score: float | None, status: str
 ) -> None:
     """`reward.weight` and `reward.format` were skipped for them."""
-    from megarl.explore.explorer.claimed import ClaimedGroup
-    from megarl.explore.explorer.clocks import RolloutClock
+    from megarl.explore.explorer.claimed import ClaimedGroup, RolloutClock
     from megarl.explore.explorer.trajectories import TrajectoryRunner, TrajectorySettings
 
     begun = 0

@@ -21,7 +21,7 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import End
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
-from megarl.explore.agents import runner
+from megarl.explore.agents import program
 from megarl.explore.agents.program import CommandSandbox
 from megarl.explore.recording.model import RolloutModel
 from megarl.tasks import ChatTokenizer
@@ -246,10 +246,10 @@ def test_settings_are_checked(tmp_path: Path, changes: dict[str, Any], words: st
     }
     rollout = RolloutConfig(workflow="agent", agent_sandbox=True, **filled)
     if words is None:
-        runner.check(rollout, run_dir)
+        program.check(rollout, run_dir)
         return
     with pytest.raises(ConfigError, match=words):
-        runner.check(rollout, run_dir)
+        program.check(rollout, run_dir)
 
 
 def test_a_run_among_the_systems_programs_is_refused() -> None:

@@ -19,8 +19,8 @@ from megarl.config.algorithms import AlgorithmConfig, KLConfig, MixConfig, PPOCo
 from megarl.core.errors import ConfigError
 from megarl.core.schema import GroupStats
 from megarl.learn import algorithms
-from megarl.learn.algorithms import StepInput
-from megarl.learn.algorithms.terms import token_rewards, value
+from megarl.learn.algorithms import StepInput, token_returns
+from megarl.learn.algorithms.terms import token_rewards
 from megarl.learn.algorithms.terms.reduction import Tokens, counts
 from megarl.learn.algorithms.terms.token_rewards import whitened
 from tests.native import backends
@@ -361,7 +361,7 @@ def test_value_loss_and_gradient(clip: float | None) -> None:
     mask = torch.rand(40, generator=g) < 0.7
     config = PPOConfig(value_clip=clip)
     v.requires_grad_()
-    got = value.loss(v, old, r, config, mask)
+    got = token_returns.critic_loss(v, old, r, config, mask)
     got.total.backward()
     each = [value_by_hand(float(v[t].detach()), float(old[t]), float(r[t]), clip) for t in range(40) if mask[t]]
     assert float(got.total.detach()) == pytest.approx(sum(each))
@@ -371,7 +371,7 @@ def test_value_loss_and_gradient(clip: float | None) -> None:
         assert float(v.grad[t]) == pytest.approx(
             (at(x + 1e-6) - at(x - 1e-6)) / 2e-6 if mask[t] else 0.0, rel=1e-5, abs=1e-8
         )
-    assert int(value.count(mask)) == int(mask.sum()) == int(got.metrics["critic/vf_loss"][1])
+    assert int(token_returns.critic_count(mask)) == int(mask.sum()) == int(got.metrics["critic/vf_loss"][1])
     plain = [0.5 * float(v[t].detach() - r[t]) ** 2 for t in range(40) if mask[t]]
     clipped = [bounded > free for bounded, free in zip(each, plain, strict=True)]
     assert int(got.metrics["critic/vf_clipfrac"][0]) == sum(clipped)
@@ -384,9 +384,9 @@ def test_value_loss_golden() -> None:
     1.125."""
     one = lambda x: torch.tensor([x], dtype=torch.float64)  # noqa: E731
     config = PPOConfig(value_clip=0.5)
-    assert float(value.loss(one(2.0), one(0.0), one(0.0), config).total) == 2.0
-    assert float(value.loss(one(2.0), one(0.0), one(2.0), config).total) == 1.125
-    assert float(value.loss(one(2.0), one(0.0), one(2.0), PPOConfig(value_clip=None)).total) == 0.0
+    assert float(token_returns.critic_loss(one(2.0), one(0.0), one(0.0), config).total) == 2.0
+    assert float(token_returns.critic_loss(one(2.0), one(0.0), one(2.0), config).total) == 1.125
+    assert float(token_returns.critic_loss(one(2.0), one(0.0), one(2.0), PPOConfig(value_clip=None)).total) == 0.0
 
 
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -400,8 +400,8 @@ def test_value_loss_of_any_split(seed: int, cuts: set[int]) -> None:
 
     def gradient(bounds: list[int]) -> torch.Tensor:
         parts = [slice(a, b) for a, b in itertools.pairwise(bounds)]
-        total = sum(value.loss(v[p], old[p], r[p], config, mask[p]).total for p in parts)
-        return torch.autograd.grad(total / max(1, sum(int(value.count(mask[p])) for p in parts)), v)[0]
+        total = sum(token_returns.critic_loss(v[p], old[p], r[p], config, mask[p]).total for p in parts)
+        return torch.autograd.grad(total / max(1, sum(int(token_returns.critic_count(mask[p])) for p in parts)), v)[0]
 
     whole = gradient([0, 20])
     assert torch.allclose(gradient([0, *sorted(cuts), 20]), whole, rtol=1e-12, atol=1e-15)
@@ -410,18 +410,23 @@ def test_value_loss_of_any_split(seed: int, cuts: set[int]) -> None:
 
 def test_explained_variance() -> None:
     r = torch.tensor([1.0, 2.0, 3.0, 6.0])
-    assert value.explained_variance(r.clone(), r, every(r)) == 1.0
-    assert value.explained_variance(torch.full((4,), 9.0), r, every(r)) == pytest.approx(0.0, abs=1e-15)
-    assert value.explained_variance(-r, r, every(r)) == pytest.approx(-3.0)
+    assert token_returns.explained_variance(r.clone(), r, every(r)) == 1.0
+    assert token_returns.explained_variance(torch.full((4,), 9.0), r, every(r)) == pytest.approx(0.0, abs=1e-15)
+    assert token_returns.explained_variance(-r, r, every(r)) == pytest.approx(-3.0)
     # Var(R) = 14/3, residuals 0, 0, 0, 3: Var = 9/4.
-    assert value.explained_variance(torch.tensor([1.0, 2.0, 3.0, 3.0]), r, every(r)) == pytest.approx(
+    assert token_returns.explained_variance(torch.tensor([1.0, 2.0, 3.0, 3.0]), r, every(r)) == pytest.approx(
         1 - 2.25 / (14 / 3)
     )
-    assert value.explained_variance(torch.randn(4), torch.full((4,), 0.7), every(r)) == 0.0
-    assert value.explained_variance(r, r, Tokens(torch.tensor([True, False, False, False]), torch.tensor([4]))) == 0.0
+    assert token_returns.explained_variance(torch.randn(4), torch.full((4,), 0.7), every(r)) == 0.0
+    assert (
+        token_returns.explained_variance(r, r, Tokens(torch.tensor([True, False, False, False]), torch.tensor([4])))
+        == 0.0
+    )
     dirty = torch.tensor([1.0, math.nan, 3.0, 6.0])
     assert (
-        value.explained_variance(dirty, dirty, Tokens(torch.tensor([True, False, True, True]), torch.tensor([4])))
+        token_returns.explained_variance(
+            dirty, dirty, Tokens(torch.tensor([True, False, True, True]), torch.tensor([4]))
+        )
         == 1.0
     )
 

@@ -26,7 +26,7 @@ from megarl.config.algorithms import (
 )
 from megarl.core.errors import ConfigError
 from megarl.learn import algorithms
-from megarl.learn.algorithms import LossInput, mix, reward_model
+from megarl.learn.algorithms import LossInput, pairs, supervised
 from megarl.rewards.verdict import overlong_penalty
 from tests.conftest import examples
 from tests.native import backends
@@ -163,7 +163,7 @@ def test_reward_model(margin: bool, empty: tuple[int, ...]) -> None:
         assert float(value) == pytest.approx(float(want.detach()), rel=1e-12)
         assert torch.allclose(by_scores, scores.grad, rtol=1e-10, atol=1e-14) and not by_logp.any()
         if not margin:
-            without = reward_model.loss(dataclasses.replace(batch, margin=None), config)
+            without = pairs.reward_model_loss(dataclasses.replace(batch, margin=None), config)
             assert float(without.total) / len(counted) == pytest.approx(float(value))
         right = sum(float(batch.scores[2 * p]) > float(batch.scores[2 * p + 1]) for p in counted)
         accuracy = algorithms.get("reward_model").loss(batch, config).metrics["rewards/accuracies"]
@@ -293,8 +293,8 @@ def test_pairs_golden() -> None:
     assert value(ipo, 1.0, 0.0) == 0.0 and value(ipo, 0.0, 0.0) == 1.0 and value(ipo, 3.0, 0.0) == 4.0
     counted = torch.tensor([True])
     scores = torch.tensor([1.0, 0.0], dtype=torch.float64)
-    assert float(reward_model.bradley_terry(scores, counted).total) == pytest.approx(math.log(1 + math.exp(-1)))
-    assert float(reward_model.bradley_terry(scores, counted, torch.tensor([1.0])).total) == pytest.approx(math.log(2))
+    assert float(pairs.bradley_terry(scores, counted).total) == pytest.approx(math.log(1 + math.exp(-1)))
+    assert float(pairs.bradley_terry(scores, counted, torch.tensor([1.0])).total) == pytest.approx(math.log(2))
 
 
 def test_ipo_adds_up_the_tokens() -> None:
@@ -324,8 +324,8 @@ def test_mix_golden() -> None:
     )
     config = MixConfig(name="mix", kl=KLConfig(0.0))
     totals, counts = (
-        mix.MIX.loss(batch, config).totals,
-        mix.MIX.denominators(batch.mask, batch.row, 3, config, batch.expert),
+        supervised.MIX.loss(batch, config).totals,
+        supervised.MIX.denominators(batch.mask, batch.row, 3, config, batch.expert),
     )
     assert counts.tolist() == [3, 1] and float((totals / counts).sum()) == pytest.approx(-0.7)
 
@@ -340,7 +340,7 @@ def test_off_policy_expert_rows_by_autograd(shaping: float | None) -> None:
     fixed = (logp.detach(), None, torch.ones(40, dtype=torch.float64), torch.ones(40, dtype=torch.bool), row, 4)
     batch = LossInput(logp, None, *fixed, engine_logp=teacher.log(), expert=expert)
     config = MixConfig(name="mix", mu=1.0, kl=KLConfig(0.0), expert_loss="off_policy", expert_shaping=shaping)
-    found = mix.loss(batch, config)
+    found = supervised.mix_loss(batch, config)
     (found.totals / torch.tensor([20, 20])).sum().backward()
     shown = expert[row]
     ratio = by_hand[shown] / teacher[shown]
@@ -352,7 +352,7 @@ def test_off_policy_expert_rows_by_autograd(shaping: float | None) -> None:
     assert (float(total), int(number)) == (pytest.approx(float(ratio.detach().sum()), rel=1e-12), 20)
     assert "actor/sft_loss" not in found.metrics
     with pytest.raises(ConfigError, match="off_policy needs the teacher's log-probs"):
-        mix.loss(dataclasses.replace(batch, engine_logp=None), config)
+        supervised.mix_loss(dataclasses.replace(batch, engine_logp=None), config)
 
 
 def test_a_shaped_ratio_overflows_nowhere() -> None:
@@ -360,7 +360,9 @@ def test_a_shaped_ratio_overflows_nowhere() -> None:
     logp = torch.tensor([-1.0, -2.0], dtype=torch.float64, requires_grad=True)
     fixed = (None, logp.detach(), None, logp.detach(), torch.ones(2, dtype=torch.bool), torch.tensor([0, 0]), 1)
     batch = LossInput(logp, *fixed, engine_logp=torch.tensor([-1e9, -0.5]), expert=torch.tensor([True]))
-    mix.loss(batch, MixConfig(name="mix", mu=1.0, kl=KLConfig(0.0), expert_loss="off_policy")).totals.sum().backward()
+    supervised.mix_loss(
+        batch, MixConfig(name="mix", mu=1.0, kl=KLConfig(0.0), expert_loss="off_policy")
+    ).totals.sum().backward()
     assert logp.grad[0] == 0 and -1 < float(logp.grad[1]) < 0
 
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.learn.batching.packing import share_rows
-from megarl.learn.models.attention_layout import LONG, PADDING_BOUND, buckets, packed_layout
+from megarl.learn.batching.micro import share_rows
+from megarl.learn.models.packed import LONG, PADDING_BOUND, buckets, packed_layout
 
 LENGTHS = st.lists(st.one_of(st.integers(0, 40), st.integers(0, 3000)), min_size=1, max_size=40)
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megarl.core.schema import TrainingSample
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations, of_samples
-from megarl.learn.batching.packing import best_fit, deal, spread
+from megarl.learn.batching.micro import best_fit, deal, spread
 from megarl.learn.batching.sequences import NO_IDS
 from tests.parallel.batches import bytes_of
 

@@ -42,14 +42,13 @@ from megarl.explore.bench import (
     read_result,
     written_response,
 )
-from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.explorer.other_explorers import record_evaluations
 from megarl.rewards.routes import extractor
 from megarl.run.checks.job import check_bench
 from megarl.run.launch import bench
 from megarl.run.launch.bench import run_bench
 from megarl.run.launch.subjects import Subject, short_names, subject_of
-from megarl.run.report.bench import table, write_bench
-from megarl.run.report.comparison import OVERALL, Measured, Row, compare
+from megarl.run.report.bench import OVERALL, Measured, Row, compare, table, write_bench
 from megarl.tasks import ChatTokenizer
 from megarl.weights.checkpoint.formats import peft
 from megarl.weights.reshard.layouts import vllm_layout

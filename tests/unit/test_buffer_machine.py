@@ -32,9 +32,8 @@ from megarl.config.schema import Config, TrainerConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Reward, WeightsVersion
 from megarl.learn import algorithms
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
-from megarl.train.rollout.found import Awaited, Published
+from megarl.train.ranks import Reporter, RunContext, TrainState
+from megarl.train.rollout.group_part import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
 from tests.stores import make_task, make_trajectory

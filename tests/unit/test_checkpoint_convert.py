@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from megarl.ops import slice_digest_reference
-from megarl.weights.checkpoint.convert import stream
+from megarl.weights.checkpoint.convert import open_checkpoint
 from megarl.weights.checkpoint.convert.convert import (
     Settings,
     convert_hf_to_megatron,
@@ -55,7 +55,7 @@ def digests(folder: Path) -> dict[str, str]:
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor of these tests goes in several blocks, cut in the middle of rows too."""
-    monkeypatch.setattr(stream, "BLOCK_ELEMENTS", 37)
+    monkeypatch.setattr(open_checkpoint, "BLOCK_ELEMENTS", 37)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,7 +92,7 @@ def test_a_vision_score_model_keeps_the_names_of_its_files(
     tmp_path: Path, file_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are those of transformers' base model, in one file or in several with an index."""
-    monkeypatch.setattr(stream, "BLOCK_ELEMENTS", 997)  # its tensors are larger than those of the other tests
+    monkeypatch.setattr(open_checkpoint, "BLOCK_ELEMENTS", 997)  # its tensors are larger than those of the other tests
     config = AutoConfig.for_model("qwen2_5_vl", **FAMILY_SETTINGS["qwen2_5_vl"][1], num_labels=1)
     score_class()(config).save_pretrained(tmp_path / "hf")
     both = Settings(progress=False, verify=True, file_bytes=file_bytes)

@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from megarl.core.errors import CheckpointError
 from megarl.core.metrics import best_step
-from megarl.weights.checkpoint.training import disk_space, manifest, state
+from megarl.weights.checkpoint.training import disk_space as disk_space
+from megarl.weights.checkpoint.training import manifest, state
 from tests.kills import every_kill
 from tests.parallel.grid import run_grid
 

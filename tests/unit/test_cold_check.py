@@ -18,7 +18,7 @@ from megarl.engines.client.control import EngineControl
 from megarl.engines.client.probe import Probed, ProbeText
 from megarl.engines.fleet import EngineStatus, EngineTurn
 from megarl.train.parts.cold import ColdCheck, compare
-from megarl.train.rank.state import RunContext
+from megarl.train.ranks import RunContext
 from megarl.train.sync.look import EngineLook
 from tests.engine_rows import serving_row
 

@@ -15,7 +15,7 @@ from megarl.buffer.store import Store
 from megarl.config.schema import Config, RolloutConfig
 from megarl.core.errors import EngineError
 from megarl.engines.fleet import EngineRow, EngineStatus, EngineTurn
-from megarl.train.rank.state import RunContext
+from megarl.train.ranks import RunContext
 from megarl.train.sync.colocated import ColocatedEngines
 
 

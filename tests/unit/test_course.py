@@ -34,14 +34,12 @@ from megarl.learn.memory.phases import Phase
 from megarl.train.loop.course import Course
 from megarl.train.part import Services
 from megarl.train.parts import parts_of
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
-from megarl.train.rollout.asking import GroupRequests, InCompletionOrder
-from megarl.train.rollout.found import Awaited, Published
+from megarl.train.ranks import Reporter, RunContext, TrainState
+from megarl.train.rollout.group_part import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
-from megarl.train.rollout.rollouts import Rollouts
+from megarl.train.rollout.rollouts import GroupRequests, InCompletionOrder, Rollouts
 from megarl.train.step import OnlineSteps
-from megarl.train.sync.last_published import outlives_update
+from megarl.train.sync.probe import outlives_update
 from megarl.train.sync.weights import WeightSync
 from tests.stores import finish, make_task
 from tests.trajectories import one_turn

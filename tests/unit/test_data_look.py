@@ -22,12 +22,11 @@ from megarl.cli import main
 from megarl.config import Config, compose, save_resolved
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, Task, Trajectory, Turn, WeightsSpan, WeightsVersion
-from megarl.run.data import export, prune
-from megarl.run.data.export import EXPERT, TRAJECTORY, export_experts
+from megarl.run.data import export
+from megarl.run.data.export import EXPERT, TRAJECTORY, Pruned, export_experts
 from megarl.run.data.filters import selection_of
 from megarl.run.data.open_run import StoredRun, count
 from megarl.run.data.page import write_page
-from megarl.run.data.prune import Pruned
 from megarl.run.data.show import context_of, sample, show, tokens_of
 from megarl.tasks import read_rows, text_of_tokens
 from megarl.tasks.image_rows import with_inline_images
@@ -281,7 +280,7 @@ def left(run: StoredRun) -> set[str]:
 
 def pruned(run: StoredRun, *words: str, config: Config | None = None, delete: bool = True) -> Pruned:
     run = StoredRun(run.run_dir, config or run.config, run.store)
-    return prune.prune(run, selection_of(words)[0], delete=delete)
+    return export.prune(run, selection_of(words)[0], delete=delete)
 
 
 def test_pruning_takes_what_nothing_needs(own: StoredRun) -> None:

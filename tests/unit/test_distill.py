@@ -22,7 +22,7 @@ from megarl.learn.algorithms import LossInput, StepInput
 from megarl.learn.algorithms.terms.reduction import counts
 from megarl.learn.batching import Sequences
 from megarl.train.inference.inference import check_ids
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from tests.native import backends
 from tests.unit.test_learner import batch, learner_of
 

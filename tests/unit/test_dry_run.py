@@ -72,7 +72,7 @@ def test_a_sweep_leaves_nothing(tmp_path: Path) -> None:
 
 def test_files_of_ones_own_get_no_bytecode_beside_them(prepared: Path, tmp_path: Path) -> None:
     (tmp_path / "reward.py").write_text("def compute_score(**_):\n    return 1.0\n")
-    (tmp_path / "own.py").write_text("from megarl.learn.algorithms.grpo import GRPO as ALGORITHM\n")
+    (tmp_path / "own.py").write_text("from megarl.learn.algorithms.group_relative import GRPO as ALGORITHM\n")
     assert (
         main(
             [

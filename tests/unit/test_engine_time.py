@@ -10,8 +10,8 @@ import pytest
 
 from megarl.buffer.store import Store
 from megarl.buffer.store.engines import BusyTime
-from megarl.explore.explorer.clocks import SHORTEST_S, EngineTime, RolloutClock
-from megarl.train.rank.reporter import SILENCE_S, EngineIdleness
+from megarl.explore.explorer.claimed import SHORTEST_S, EngineTime, RolloutClock
+from megarl.train.ranks import SILENCE_S, EngineIdleness
 
 
 class Clock:

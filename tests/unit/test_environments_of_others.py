@@ -40,7 +40,7 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Reward, Task, Turn
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads, verifiers
-from megarl.explore.environments.episode import in_thread
+from megarl.explore.environments.types import in_thread
 from megarl.explore.recording.model import TokenLimits
 from megarl.explore.workflows.environment import environment
 from megarl.rewards import RewardPool, Verdict

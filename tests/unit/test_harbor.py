@@ -29,8 +29,8 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.explore import environments, workflows
 from megarl.explore.environments import EnvironmentFault, EpisodeThreads
-from megarl.explore.environments.episode import in_thread
 from megarl.explore.environments.harbor import BLOCK, UNREAD, reward_of
+from megarl.explore.environments.types import in_thread
 from megarl.explore.recording.model import TokenLimits
 from megarl.explore.workflows.environment import environment
 from megarl.run.checks.inputs import check_environment_rows

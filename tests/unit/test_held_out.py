@@ -25,9 +25,8 @@ from megarl.buffer.experience.held_out import (
 from megarl.buffer.store import Store
 from megarl.config.schema import Config, EvaluationConfig, RolloutConfig, TrainerConfig
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.explore.explorer.held_out import record_evaluations
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.explore.explorer.other_explorers import record_evaluations
+from megarl.train.ranks import Reporter, RunContext, TrainState
 from megarl.train.rollout.evaluation import Evaluation
 from tests.trajectories import one_turn
 

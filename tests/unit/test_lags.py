@@ -25,12 +25,12 @@ from megarl.core.jobs import JOBS
 from megarl.core.schema import LARGEST_LAG, End, Outcome, Reward, Trajectory, Turn, WeightsSpan, WeightsVersion
 from megarl.learn import algorithms
 from megarl.learn.batching import micro_batches
-from megarl.learn.batching.packing import MicroBatching
+from megarl.learn.batching.micro import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
 from megarl.run.checks.pacing import check_pacing
-from megarl.train.batch.accounts import Amount, SampleAccount, account_line
 from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch, overlong
+from megarl.train.batch.samples import Amount, SampleAccount, account_line
 from megarl.train.update.gap import lag_metrics
 from tests.trajectories import one_turn
 from tests.unit.test_replay import GROUPS, SIZE, ReplayJob, config_of

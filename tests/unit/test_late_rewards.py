@@ -12,8 +12,7 @@ from typing import Any, cast
 import pytest
 
 from megarl.buffer.experience import verify
-from megarl.buffer.order.group_choice import TaskChoice
-from megarl.buffer.order.replay import ReplayChoice
+from megarl.buffer.order.group_choice import ReplayChoice, TaskChoice
 from megarl.buffer.store import Claim, GivenReward, Store, Used
 from megarl.config import Config
 from megarl.config.job import SyncConfig
@@ -25,12 +24,12 @@ from megarl.core.schema import GREEDY, Reward, WeightsVersion
 from megarl.learn import algorithms
 from megarl.rewards.routes import compute_score
 from megarl.run.checks.pacing import check_pacing
-from megarl.run.launch.late import read_rewards, write_awaiting
+from megarl.run.launch.records import read_rewards, write_awaiting
 from megarl.tasks import ChatTokenizer
-from megarl.train.rank.state import RunContext
-from megarl.train.rollout.asking import GroupRequests, InAdmissionOrder, InCompletionOrder
+from megarl.train.ranks import RunContext
 from megarl.train.rollout.group_part import GroupServices
 from megarl.train.rollout.group_parts import group_parts_of
+from megarl.train.rollout.rollouts import GroupRequests, InAdmissionOrder, InCompletionOrder
 from tests.stores import make_task, make_trajectory, request
 
 LATE = Reward(math.nan, "late")

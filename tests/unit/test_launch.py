@@ -236,7 +236,7 @@ import os, sys
 from pathlib import Path
 from megarl.run.process.process import Child
 waits = (
-    "import os, signal, threading; from megarl.core.processes.parent import end_after_parent; "
+    "import os, signal, threading; from megarl.core.processes.machine import end_after_parent; "
     "signal.signal(15, signal.SIG_IGN); end_after_parent(0.2); "
     "os.fork(); print('up', flush=True); lock = threading.Lock(); lock.acquire(); lock.acquire()"
 )

@@ -21,14 +21,13 @@ from megarl.core.schema import FinishReason, Reward, Trajectory
 from megarl.learn import algorithms
 from megarl.learn.algorithms import Estimate, StepInput
 from megarl.learn.batching import Sequences, micro_batches
-from megarl.learn.batching.packing import MicroBatching
+from megarl.learn.batching.micro import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
 from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch
 from megarl.train.inference.inference import Inference
 from megarl.train.inference.models import Models
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import Reporter, RunContext, TrainState
 from megarl.train.update.learner import Learner, kl_coef, step_input
 from tests.trajectories import one_turn
 

@@ -9,7 +9,7 @@ from plan import JOBS, QWEN3_235B, Job
 
 from megarl.config.schema import RolloutConfig
 from megarl.engines.sync.shared import Places
-from megarl.train.sync.engine_parts import EnginePlans, partners_of, parts_of
+from megarl.train.sync.fleet import EnginePlans, partners_of, parts_of
 from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout
 
 TRAINERS, ENGINES, TP = 256, 32, 8

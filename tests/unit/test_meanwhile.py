@@ -27,15 +27,14 @@ from megarl.engines.client.client import EngineClient, Prompt, Sampling
 from megarl.engines.client.engine_choice import EngineChoice
 from megarl.engines.client.frames import VersionSpan
 from megarl.engines.fleet import EngineStatus, Fleet, WeightsAsked, refusal
-from megarl.explore.explorer.clocks import SamplesUnderWay
+from megarl.explore.explorer.claimed import SamplesUnderWay
 from megarl.explore.explorer.explorer import AskedEngines, ClaimSettings, Explorer
-from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.explorer.other_explorers import record_evaluations
 from megarl.run.checks.pacing import check_pacing
 from megarl.tasks import ChatTokenizer
-from megarl.train.rank.ranks import Stopped
-from megarl.train.rank.state import RunContext
+from megarl.train.ranks import RunContext, Stopped
 from megarl.train.rollout.evaluation import Evaluation, EvaluationMeanwhile
-from megarl.train.rollout.found import Awaited
+from megarl.train.rollout.group_part import Awaited
 from megarl.train.sync.publish import WeightPublisher
 from tests.chat_battery import checkpoint
 from tests.engine_rows import having, serving_row

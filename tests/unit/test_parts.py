@@ -8,7 +8,7 @@ import torch
 from megarl.learn.algorithms.terms import reduction, token_rewards
 from megarl.learn.algorithms.terms.reduction import Tokens
 from megarl.learn.algorithms.terms.token_rewards import VARIANCE_EPSILON, whitened
-from megarl.learn.algorithms.terms.value import explained_variance
+from megarl.learn.algorithms.token_returns import explained_variance
 from megarl.learn.batching import Sequences
 from megarl.train.update.gap import mismatch
 

@@ -10,7 +10,7 @@ import pytest
 from megarl.config.schema import Config, TeacherConfig
 from megarl.core.schema import TEACHER, Reward, Trajectory
 from megarl.train.parts.teachers import Teachers
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from tests.trajectories import one_turn
 
 

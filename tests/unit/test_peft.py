@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megarl.config.lora import ALL_LINEAR, LoraConfig
 from megarl.core.errors import CheckpointError, ConfigError
-from megarl.weights.checkpoint.convert import stream
+from megarl.weights.checkpoint.convert import open_checkpoint
 from megarl.weights.checkpoint.convert.adapters import merge_adapter, unmerge_adapter
 from megarl.weights.checkpoint.convert.convert import Settings
 from megarl.weights.checkpoint.formats import peft
@@ -103,7 +103,7 @@ def test_peft_computes_what_the_merged_model_does(tmp_path: Path, family: str, l
 def test_merged_weights_equal_pefts(
     model: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stream, "BLOCK_ELEMENTS", 1000)  # several blocks for each tensor, cut within rows
+    monkeypatch.setattr(open_checkpoint, "BLOCK_ELEMENTS", 1000)  # several blocks for each tensor, cut within rows
     merge_adapter(model, adapter, tmp_path / "merged", QUIET)
     wanted = with_adapter(model, adapter).merge_and_unload().state_dict()
     for name, value in files(tmp_path / "merged").items():

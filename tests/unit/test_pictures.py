@@ -17,9 +17,9 @@ from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
 from megarl.rewards import compute_score
 from megarl.tasks import generate, read_preferences, read_rows, recipe, write_rows
-from megarl.tasks.generators.drawings import COLORS, OPTIONS, PAPER, shapes
 from megarl.tasks.generators.entries import Entry, identity
 from megarl.tasks.generators.generate import SPLITS
+from megarl.tasks.generators.school import COLORS, OPTIONS, PAPER, shapes
 
 SIZES = {"train": 120, "eval": 60, "warm_start": 120, "expert": 40}
 SOURCES = {"vision/count", "vision/choice", "vision/anls"}

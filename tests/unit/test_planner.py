@@ -18,14 +18,11 @@ from megarl.cli import main
 from megarl.config import compose
 from megarl.config.schema import ModelConfig, ParallelConfig
 from megarl.learn.memory.resident_bytes import model_bytes
-from megarl.planner import accelerators
-from megarl.planner.accelerators import DEVICES
-from megarl.planner.model_cost import ModelCost
-from megarl.planner.predict import predict, update_bytes
-from megarl.planner.rollout import Lengths, RolloutCost
+from megarl.planner import model_cost
+from megarl.planner.model_cost import DEVICES, ModelCost
+from megarl.planner.phase_seconds import Lengths, RolloutCost, TrainingCost, copies, rank_parameters
+from megarl.planner.predict import JobPlan, StepWork, predict, update_bytes
 from megarl.planner.search import reason, search, ties
-from megarl.planner.training import TrainingCost, copies, rank_parameters
-from megarl.planner.work import JobPlan, StepWork
 from megarl.weights.architectures.complete import complete
 from tests.parallel.families import hf_model
 from tests.planner_rows import judged, null_errors
@@ -51,7 +48,7 @@ def test_published_rows_are_predicted_and_simpler_models_beaten() -> None:
 
 
 def test_constants_lie_in_their_ranges() -> None:
-    found = [value for value in vars(accelerators).values() if isinstance(value, accelerators.Constant)]
+    found = [value for value in vars(model_cost).values() if isinstance(value, model_cost.Constant)]
     assert len(found) > 5 and all(one.low <= one.value <= one.high for one in found)
 
 

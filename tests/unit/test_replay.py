@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.buffer.order.group_choice import TaskChoice
-from megarl.buffer.order.replay import ReplayChoice, drawn, replay_metrics
+from megarl.buffer.order.group_choice import ReplayChoice, TaskChoice, drawn, replay_metrics
 from megarl.buffer.store import Store, UsedGroup
 from megarl.config import Config
 from megarl.config.algorithms import AlgorithmConfig
@@ -26,9 +25,8 @@ from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward, WeightsVersion
 from megarl.learn import algorithms
 from megarl.run.checks.pacing import check_replay
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
-from megarl.train.rollout.found import Published
+from megarl.train.ranks import Reporter, RunContext, TrainState
+from megarl.train.rollout.group_part import Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts, StepGroups
 from tests.stores import make_task, make_trajectory

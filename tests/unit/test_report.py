@@ -25,7 +25,7 @@ from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
 from megarl.run.report import svg
 from megarl.run.report.data import changed_settings, load
 from megarl.run.report.html import page, summary, write_report
-from megarl.run.report.timeline import TimedPhase, exclusive, last_start, seconds_by_phase, seconds_by_step, union
+from megarl.run.report.svg import TimedPhase, exclusive, last_start, seconds_by_phase, seconds_by_step, union
 from tests.trajectories import one_turn
 
 TASKS = 40

@@ -15,7 +15,7 @@ import pytest
 from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.rewards import compute_score
-from megarl.run.data.explain import explanations, shown
+from megarl.run.data.show import explanations, shown
 
 DOCS = Path(__file__).parents[2] / "docs" / "rewards.md"
 PROMPT = [{"role": "user", "content": "How many?"}]

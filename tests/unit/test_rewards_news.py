@@ -14,8 +14,8 @@ from megarl.config.rewards import RewardConfig
 from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.pool import child
 from megarl.rewards.pool.tally import EVENT, EVERY_S, LONG_S, Tally
-from megarl.train.loop import rollout_waiting
-from megarl.train.loop.rollout_waiting import EventLines
+from megarl.train import services
+from megarl.train.services import EventLines
 from tests.unit.test_rewards import TASK
 
 
@@ -63,7 +63,7 @@ def test_answers_that_wait_for_long_are_told_before_they_fail() -> None:
 
 
 def test_the_trainer_shows_each_line_of_its_own_start_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_waiting, "EVENTS_S", 0.0)
+    monkeypatch.setattr(services, "EVENTS_S", 0.0)
     store = Store(f"sqlite:///{tmp_path}/store.db")
     store.journal.record_event("explorer-0", EVENT, {"line": "of an earlier start"})
     event_lines = EventLines(store)

@@ -29,14 +29,12 @@ from megarl.core.schema import GREEDY, Reward, Task, Trajectory, WeightsVersion
 from megarl.learn import algorithms
 from megarl.run.supervise.watchdog import WAITING
 from megarl.tasks import ChatTokenizer
-from megarl.train.loop import rollout_waiting
-from megarl.train.loop.rollout_waiting import RolloutWaiter
-from megarl.train.rank.ranks import Stopped
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train import services
+from megarl.train.ranks import Reporter, RunContext, Stopped, TrainState
 from megarl.train.rollout import rollouts
-from megarl.train.rollout.found import Awaited, Published
+from megarl.train.rollout.group_part import Awaited, Published
 from megarl.train.rollout.reading import NodeReader, RolloutReader
+from megarl.train.services import RolloutWaiter
 from tests.trajectories import one_turn
 
 
@@ -54,7 +52,7 @@ class Waited:
         self.lines: list[str] = []
         self._progress = progress
         this: Any = self
-        repairs = [rollout_waiting.WrittenCheckpoints(this), rollout_waiting.ReplacedEngines(this, this)]
+        repairs = [services.WrittenCheckpoints(this), services.ReplacedEngines(this, this)]
         self.waiter = RolloutWaiter(RunContext(config, Path(), 1, rank), store, this, this, repairs)
 
     def look(self) -> Awaited:
@@ -88,7 +86,7 @@ class Waited:
 
 @pytest.fixture(autouse=True)
 def meets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollout_waiting, "MEET_S", 0.0)
+    monkeypatch.setattr(services, "MEET_S", 0.0)
 
 
 def test_a_long_rollout_meets_in_between() -> None:
@@ -100,17 +98,17 @@ def test_a_long_rollout_meets_in_between() -> None:
 def test_a_wait_for_late_rewards_is_told_and_is_no_stall(monkeypatch: pytest.MonkeyPatch) -> None:
     """The watchdog looks at rollouts alone (``WAITING``): the phase is another one while people give rewards."""
     phases: list[str] = []
-    monkeypatch.setattr(rollout_waiting, "AWAITING_S", 0.0)
-    monkeypatch.setattr(rollout_waiting.heartbeat, "phase", lambda name: phases.append(name) or nullcontext())
+    monkeypatch.setattr(services, "AWAITING_S", 0.0)
+    monkeypatch.setattr(services.heartbeat, "phase", lambda name: phases.append(name) or nullcontext())
     s = Waited(0, [(0, 2), (0, 2), (0, 2), (1, 2), (2, 2)])
     s.awaited = [0, 3, 3, 2]
-    monkeypatch.setattr(rollout_waiting, "MEET_S", 60.0)
+    monkeypatch.setattr(services, "MEET_S", 60.0)
     s.wait()
     assert [line.split(":")[0] for line in s.lines] == [
         f"the job waits for the rewards of {n} responses" for n in (3, 2)
     ]
     assert "megarl data reward" in s.lines[0] and "megarl" not in s.lines[1], "the hint comes once"
-    assert phases == [rollout_waiting.LATE_REWARDS] * 3 and rollout_waiting.LATE_REWARDS not in WAITING
+    assert phases == [services.LATE_REWARDS] * 3 and services.LATE_REWARDS not in WAITING
 
 
 def test_other_ranks_wait_for_the_first() -> None:

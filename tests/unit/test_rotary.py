@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from megarl.learn.models.rotary import frequencies, rotate_packed
+from megarl.learn.models.packed import frequencies, rotate_packed
 from megarl.weights.architectures import architecture
 from megarl.weights.architectures.complete import complete
 from megarl.weights.architectures.rope import ropes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.learn.models.experts import balanced_router
+from megarl.learn.models import experts
 
 
 def test_a_stage_without_experts_shares_from_the_device_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,5 +23,5 @@ def test_a_stage_without_experts_shares_from_the_device_of_its_weights(monkeypat
     with suppress(
         NotImplementedError, ZeroDivisionError
     ):  # a meta tensor has no numbers to read, and no stage has experts
-        balanced_router.measured([torch.nn.Linear(2, 2, device="meta")], "actor")
+        experts.measured([torch.nn.Linear(2, 2, device="meta")], "actor")
     assert shared == ["meta", "meta"]

@@ -15,13 +15,13 @@ import numpy as np
 import pytest
 
 from megarl.core.errors import DiskFullError, JobError
-from megarl.train.rollout.spool import ALIGNMENT, Spool, unspooled
+from megarl.train.rollout.reading import ALIGNMENT, Spool, unspooled
 from tests.disks import small_disk
 
 WRITER = """
 import signal
 import numpy as np
-from megarl.train.rollout.spool import Spool
+from megarl.train.rollout.reading import Spool
 spool = Spool()
 part = spool.add({"ids": np.arange(100_000)})
 print(spool.path, part.pickled.hex(), part.places[0][1], flush=True)
@@ -71,7 +71,7 @@ def test_arrays_that_are_all_empty_come_back() -> None:
 
 
 def test_a_reader_that_is_killed_leaves_no_file(tmp_path: Path) -> None:
-    from megarl.train.rollout.spool import Spooled
+    from megarl.train.rollout.reading import Spooled
 
     writer = subprocess.Popen(
         [sys.executable, "-c", WRITER], env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True

@@ -15,7 +15,7 @@ from megarl.core.errors import DataError
 from megarl.core.schema import ImagesAt, file_digest
 from megarl.learn.batching import MicroBatching, Sequences, joined, micro_batches, of_demonstrations
 from megarl.learn.batching.images import Image, Vision
-from megarl.learn.batching.packing import deal
+from megarl.learn.batching.micro import deal
 from megarl.tasks import ChatTokenizer, chat_messages
 from megarl.tasks.image_processor import Processor
 from megarl.train.batch import images as step_images

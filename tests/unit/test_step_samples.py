@@ -18,7 +18,7 @@ from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Reward, Trajectory, Turn, WeightsSpan, WeightsVersion, file_digest
 from megarl.learn import algorithms
 from megarl.learn.batching import StepShare, micro_batches
-from megarl.learn.batching.packing import MicroBatching
+from megarl.learn.batching.micro import MicroBatching
 from megarl.train.batch.batch import StepBatch, StepPlan, make_batch
 from megarl.train.batch.images import ImageInputs, StepImages
 from megarl.train.batch.samples import StepSamples, without_routing

@@ -19,7 +19,7 @@ from megarl.cli import main
 from megarl.core.errors import ConfigError
 from megarl.core.schema import Reward
 from megarl.run.checks.inputs import ExpertCheck
-from megarl.run.launch.experts import fill_experts
+from megarl.run.launch.records import fill_experts
 from megarl.run.run_dir.rows import from_source, read_experts, read_run
 from megarl.tasks import ChatTokenizer, tokenizer_digest
 from tests.stores import VERSION, expert, make_task, make_trajectory, rows

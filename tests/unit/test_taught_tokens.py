@@ -14,7 +14,7 @@ from megarl.config.algorithms import DistillConfig
 from megarl.config.schema import Config, ModelConfig
 from megarl.learn.batching import Sequences
 from megarl.train.parts.taught_tokens import TaughtTokens
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from tests.unit.test_thoughts import FINAL, HARMONY, with_special
 
 Piece = tuple[str, bool]

@@ -24,7 +24,7 @@ from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
 from megarl.run.checks import job as checks
 from megarl.run.checks.inputs import ExpertCheck
-from megarl.run.launch.experts import fill_experts
+from megarl.run.launch.records import fill_experts
 from megarl.tasks import ChatTokenizer, tokenizer_digest
 from megarl.train.batch.batch import StepBatch, make_batch
 from megarl.train.rollout.reading import NodeReader, RolloutReader

@@ -18,11 +18,11 @@ from megarl.core.errors import NonRetryableError
 from megarl.core.schema import TOOL_CALLS, End, FinishReason, Outcome, Reward, Task, Trajectory, Turn
 from megarl.learn import algorithms
 from megarl.learn.batching import micro_batches
-from megarl.learn.batching.packing import MicroBatching
+from megarl.learn.batching.micro import MicroBatching
 from megarl.learn.training import objectives
 from megarl.learn.training.objectives import LossTokens
-from megarl.train.batch.accounts import trajectory_metrics
 from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch
+from megarl.train.batch.samples import trajectory_metrics
 from megarl.train.update.learner import step_input
 from tests.trajectories import one_turn
 

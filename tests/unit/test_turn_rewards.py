@@ -16,7 +16,7 @@ from megarl.core.schema import Reward, Trajectory, Turn
 from megarl.learn import algorithms
 from megarl.run.checks.settings import check_algorithm
 from megarl.train.batch.batch import StepBatch, make_batch
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from tests.trajectories import one_turn
 from tests.unit.test_learner import learner_of
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from megarl.buffer.order.draws import data_seed, tasks_of_step
 from megarl.config.schema import UpdateFilterConfig
 from megarl.core.errors import JobError
-from megarl.train.rank.state import TrainState
-from megarl.train.update.updates import RollBack, UpdateFilter
+from megarl.train.ranks import TrainState
+from megarl.train.update.learner import RollBack, UpdateFilter
 
 
 @pytest.fixture(autouse=True)

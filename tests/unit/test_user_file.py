@@ -24,7 +24,7 @@ NAMES = {"taskset.generate": "GENERATOR", "algorithm.name": "ALGORITHM", "reward
 FILE = """\
 from __future__ import annotations
 from dataclasses import dataclass, replace
-from megarl.learn.algorithms.grpo import GRPO
+from megarl.learn.algorithms.group_relative import GRPO
 from megarl.tasks import Generator
 
 @dataclass

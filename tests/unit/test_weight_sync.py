@@ -13,7 +13,7 @@ from megarl.config.schema import Config
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.schema import WeightsVersion
 from megarl.engines.client.probe import ProbeText
-from megarl.train.rank.state import RunContext
+from megarl.train.ranks import RunContext
 from megarl.train.sync import weights
 from megarl.train.sync.publish import LEAST_BUCKET
 from megarl.train.sync.weights import Stopped, WeightSync

@@ -22,8 +22,7 @@ from megarl.core.schema import End, Reward, Task, Trajectory, WeightsVersion
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
 from megarl.explore.explorer import trajectories
-from megarl.explore.explorer.claimed import ClaimedGroup
-from megarl.explore.explorer.clocks import RolloutClock
+from megarl.explore.explorer.claimed import ClaimedGroup, RolloutClock
 from megarl.explore.explorer.explorer import run_through
 from megarl.explore.explorer.trajectories import TrajectoryRunner, TrajectorySettings
 from megarl.explore.recording.model import RenderedPrompt, TokenLimits, observed

@@ -6,9 +6,8 @@ from megarl.buffer.store.database import OWN_SERVER, VARIABLE, check_url, sqlite
 from megarl.buffer.store.engines import EngineRoom
 from megarl.buffer.store.experts import ExpertExperience, ImportedSource
 from megarl.buffer.store.groups import PART_BYTES, outlines_of
-from megarl.buffer.store.journal import NOTHING_USED, Used
+from megarl.buffer.store.journal import NOTHING_USED, UnusedGroup, Used, UsedGroup
 from megarl.buffer.store.late import AwaitingReward, GivenReward, Rewarded
-from megarl.buffer.store.pacing import UnusedGroup, UsedGroup
 from megarl.buffer.store.selection import Glance, Selection, StoredGroup
 from megarl.buffer.store.store import Store
 

@@ -16,9 +16,8 @@ from safetensors.numpy import load as load_tensors
 from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, delete, func, insert, or_, select, update
 
 from megarl.buffer.store import claims
-from megarl.buffer.store.claims import Claim, EndedGroup, images_of
+from megarl.buffer.store.claims import Claim, EndedGroup, SegmentTable, images_of
 from megarl.buffer.store.codec import OutlineRow, has_bounds, outline_from_row, trajectory_from_row, trajectory_to_row
-from megarl.buffer.store.segments import SegmentTable
 from megarl.buffer.store.tables import (
     GROUP_IMAGES,
     GROUPS,

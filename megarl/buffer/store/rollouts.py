@@ -9,11 +9,9 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, and_, case, delete, exists, func, insert, not_, or_, select, update
 
-from megarl.buffer.store.claims import RolloutKind
+from megarl.buffer.store.claims import RolloutKind, cut_segments
 from megarl.buffer.store.codec import GIVEN_LATER, dumps, versions_in
-from megarl.buffer.store.journal import event_of
-from megarl.buffer.store.pacing import steps_of_weights
-from megarl.buffer.store.segments import cut_segments
+from megarl.buffer.store.journal import event_of, steps_of_weights
 from megarl.buffer.store.tables import (
     EVENTS,
     EXCLUDED,

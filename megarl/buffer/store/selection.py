@@ -13,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, delet
 
 from megarl.buffer.store.claims import RolloutKind
 from megarl.buffer.store.codec import end_in, task_from_row, trajectory_from_row
-from megarl.buffer.store.pacing import steps_of_weights
+from megarl.buffer.store.journal import steps_of_weights
 from megarl.buffer.store.tables import (
     GROUP_IMAGES,
     GROUPS,

@@ -29,7 +29,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-from megarl.core.processes.parent import die_with
+from megarl.core.processes.machine import die_with
 from megarl.core.processes.secrets import hide_secrets, show_as
 
 log = logging.getLogger(__name__)

@@ -1,4 +1,4 @@
-"""Process groups and memory of this machine: failed allocations, and Python's garbage collector.
+"""Processes and memory of this machine: process groups, failed allocations, ends with the parent.
 
 Imports no torch: the supervisor has none.
 """
@@ -9,9 +9,11 @@ import contextlib
 import ctypes
 import errno
 import gc
+import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -160,3 +162,51 @@ def uncollected() -> Iterator[None]:
         gc.freeze()
         if enabled:
             gc.enable()
+
+
+log = logging.getLogger(__name__)
+
+ALONE_S = 20.0
+"""Seconds that processes may outlive their supervisor, to finish saving a checkpoint."""
+LOOK_S = 1.0
+"""Seconds between two checks of the parent."""
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # loaded here: between fork and exec only the call itself is safe
+
+
+def die_with(parent: int, number: int) -> None:
+    """Ask Linux, in a child, for signal ``number`` when the thread that started it ends. A change of user cancels
+    it."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # the parent ended before the prctl call
+        os._exit(1)
+
+
+_watched: list[float] = []
+"""Seconds that this process outlives its parent; empty if the parent is not watched."""
+
+
+def end_after_parent(after_s: float = ALONE_S) -> None:
+    """End this process ``after_s`` after its parent's death, even if it is blocked: the reaper may be dead too.
+
+    Forked children do the same. A second call changes nothing.
+    """
+    if not _watched:
+        _watched.append(after_s)
+        _watch()
+
+
+def _watch() -> None:
+    if _watched:
+        threading.Thread(target=_outlive, args=(os.getppid(), *_watched), daemon=True, name="parent watch").start()
+
+
+os.register_at_fork(after_in_child=_watch)  # a fork inherits no threads
+
+
+def _outlive(parent: int, after_s: float) -> None:
+    while os.getppid() == parent:
+        time.sleep(LOOK_S)
+    time.sleep(after_s)
+    log.error("ending: the supervisor died %g s ago", after_s)
+    os._exit(1)

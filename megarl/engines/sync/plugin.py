@@ -16,7 +16,7 @@ from vllm.lora.worker_manager import WorkerLoRAManager
 
 from megarl.core.imports import do_without_videos
 from megarl.core.processes import gloo_device, heartbeat
-from megarl.core.processes.parent import end_after_parent
+from megarl.core.processes.machine import end_after_parent
 from megarl.core.processes.secrets import hide_secrets
 from megarl.engines.client.names import ADAPTERS, CPU_ROUTING
 

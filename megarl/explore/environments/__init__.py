@@ -6,8 +6,14 @@ from pathlib import Path
 from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.imports import import_file
-from megarl.explore.environments.episode import Episode, EpisodeThreads
-from megarl.explore.environments.types import Environment, EnvironmentFault, MakeEnvironment, Observation
+from megarl.explore.environments.types import (
+    Environment,
+    EnvironmentFault,
+    Episode,
+    EpisodeThreads,
+    MakeEnvironment,
+    Observation,
+)
 
 ENVIRONMENTS = {
     "guess": "Guess",

@@ -40,16 +40,13 @@ from megarl.engines.client.engine_choice import EVERY_S, EngineChoice
 from megarl.engines.client.gather import Engine, Gatherer
 from megarl.engines.fleet import EngineRow
 from megarl.explore import workflows
-from megarl.explore.explorer.claimed import ClaimedGroup, StoreQueue
-from megarl.explore.explorer.clocks import EngineTime, RolloutClock, SamplesUnderWay
-from megarl.explore.explorer.held_out import record_evaluations
+from megarl.explore.explorer.claimed import ClaimedGroup, EngineTime, RolloutClock, SamplesUnderWay, StoreQueue
 from megarl.explore.explorer.iterations import PartialRollouts
-from megarl.explore.explorer.other_explorers import Lease, share_of
+from megarl.explore.explorer.other_explorers import Lease, record_evaluations, share_of
 from megarl.explore.explorer.trajectories import Scorer, Teaching, TrajectoryRunner, TrajectorySettings
 from megarl.explore.explorer.weight_files import FileFeeder
-from megarl.explore.recording.model import RenderedPrompt
+from megarl.explore.recording.model import RenderedPrompt, Workflow
 from megarl.explore.workflows.single_turn import single_turn
-from megarl.explore.workflows.types import Workflow
 from megarl.rewards import RewardPool
 from megarl.rewards.judge.family import ENGINES
 from megarl.rewards.pool.pool import Judging

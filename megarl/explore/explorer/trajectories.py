@@ -22,9 +22,8 @@ from megarl.engines.client.gather import LONGEST_RETRY_S, Gatherer, SampleReques
 from megarl.explore.explorer.claimed import ClaimedGroup
 from megarl.explore.explorer.segments import WHOLE_RESPONSES, Forget, Record, SegmentSampler, SegmentSettings
 from megarl.explore.recording.images import ImageRules
-from megarl.explore.recording.model import NO_LIMITS, RolloutModel, Sampler, TokenLimits
+from megarl.explore.recording.model import NO_LIMITS, RolloutModel, Sampler, TokenLimits, Workflow
 from megarl.explore.recording.turns import NoRoom
-from megarl.explore.workflows.types import Workflow
 from megarl.rewards import Verdict
 from megarl.rewards.pool.tally import Tally
 from megarl.rewards.verdict import NO_VERDICT, weighed_reward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -409,3 +409,8 @@ def _model_turn(completion: Completion, asked: WeightsVersion) -> Turn:
         finish_reason=completion.finish_reason,
         routing=completion.routing,
     )
+
+
+Workflow = Callable[[Task, RolloutModel], Awaitable[None]]
+"""``await workflow(task, model)`` makes one trajectory. The explorer runs as many concurrently as capacity allows,
+passes the model's last turn to the verifier, and restarts interrupted workflows."""

@@ -19,7 +19,7 @@ from megarl.explore import environments
 from megarl.tasks import ChatTokenizer
 
 if TYPE_CHECKING:
-    from megarl.explore.workflows.types import Workflow
+    from megarl.explore.recording.model import Workflow
 
 WORKFLOWS = ("single_turn", "reflect", "best_of_n")
 """Names of ``rollout.workflow``, each a function of ``single_turn.py``."""
@@ -60,9 +60,9 @@ def check(rollout: RolloutConfig, run_dir: Path) -> None:
             "rollout.workflow=tools, or leave rollout.tools out"
         )
     if rollout.workflow == "agent":
-        from megarl.explore.agents import runner
+        from megarl.explore.agents import program
 
-        runner.check(rollout, run_dir)
+        program.check(rollout, run_dir)
         return
     if rollout.workflow == "tools":
         from megarl.explore.workflows.tools import check_tools
@@ -94,7 +94,7 @@ def get(rollout: RolloutConfig) -> Workflow:
     """
     name = rollout.workflow
     if name == "environment":
-        from megarl.explore.environments.episode import EpisodeThreads
+        from megarl.explore.environments.types import EpisodeThreads
         from megarl.explore.workflows.environment import environment
 
         threads = EpisodeThreads(rollout.environment_threads, rollout.environment_timeout_s)

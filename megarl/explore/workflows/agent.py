@@ -12,10 +12,9 @@ from typing import Any
 from megarl.config.schema import RolloutConfig
 from megarl.core.errors import describe
 from megarl.core.schema import End, Reward, Task
-from megarl.explore.agents.runner import load
+from megarl.explore.agents.program import load
 from megarl.explore.agents.server import MODEL, ROOM, AgentServer, Session
-from megarl.explore.recording.model import RolloutModel
-from megarl.explore.workflows.types import Workflow
+from megarl.explore.recording.model import RolloutModel, Workflow
 from megarl.rewards.verdict import NO_VERDICT, to_verdict
 from megarl.tasks import ChatTokenizer
 

@@ -15,8 +15,7 @@ from megarl.explore.environments import (
     asks_verifier,
 )
 from megarl.explore.environments.types import PARAMETERS
-from megarl.explore.recording.model import RolloutModel
-from megarl.explore.workflows.types import Workflow
+from megarl.explore.recording.model import RolloutModel, Workflow
 from megarl.rewards.verdict import MAX_PARTS, NO_VERDICT
 
 log = logging.getLogger(__name__)

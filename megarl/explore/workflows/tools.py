@@ -12,9 +12,8 @@ from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError, DataError, SandboxError
 from megarl.core.schema import End, Task
 from megarl.explore.environments import EnvironmentFault
-from megarl.explore.environments.episode import in_thread
-from megarl.explore.recording.model import RolloutModel
-from megarl.explore.workflows.types import Workflow
+from megarl.explore.environments.types import in_thread
+from megarl.explore.recording.model import RolloutModel, Workflow
 from megarl.sandbox.selftest import local_sandbox
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import messages_of, render_turns

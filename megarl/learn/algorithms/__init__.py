@@ -1,48 +1,19 @@
-"""Algorithms by name. A new one is one file of pure functions and one row here; users can give their own file."""
+"""Algorithms by name. A new one is pure functions and a row in the file of its kind; users can give their own file."""
 
 from __future__ import annotations
 
 import difflib
+from typing import Any
 
 from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS, Job, Mode
-from megarl.learn.algorithms.cispo import CISPO
-from megarl.learn.algorithms.distill import DISTILL
-from megarl.learn.algorithms.dpo import DPO
-from megarl.learn.algorithms.grpo import GRPO
-from megarl.learn.algorithms.gspo import GSPO
-from megarl.learn.algorithms.kimi_mirror_descent import KIMI_MIRROR_DESCENT
-from megarl.learn.algorithms.mix import MIX
-from megarl.learn.algorithms.online_dpo import ONLINE_DPO
-from megarl.learn.algorithms.opmd import OPMD
-from megarl.learn.algorithms.ppo import PPO
-from megarl.learn.algorithms.reinforce_pp import REINFORCE_PP
-from megarl.learn.algorithms.reinforce_pp_baseline import REINFORCE_PP_BASELINE
-from megarl.learn.algorithms.remax import REMAX
-from megarl.learn.algorithms.reward_model import REWARD_MODEL
-from megarl.learn.algorithms.rloo import RLOO
-from megarl.learn.algorithms.sft import SFT
+from megarl.learn.algorithms import group_relative, pairs, supervised, token_returns
 from megarl.learn.algorithms.types import Algorithm, Estimate, Loss, LossInput, StepInput
 from megarl.learn.algorithms.user import load, try_out
 
-ALGORITHMS: dict[str, Algorithm] = {
-    "cispo": CISPO,
-    "distill": DISTILL,
-    "dpo": DPO,
-    "grpo": GRPO,
-    "gspo": GSPO,
-    "kimi_mirror_descent": KIMI_MIRROR_DESCENT,
-    "mix": MIX,
-    "online_dpo": ONLINE_DPO,
-    "opmd": OPMD,
-    "ppo": PPO,
-    "reinforce_pp": REINFORCE_PP,
-    "reinforce_pp_baseline": REINFORCE_PP_BASELINE,
-    "remax": REMAX,
-    "reward_model": REWARD_MODEL,
-    "rloo": RLOO,
-    "sft": SFT,
+ALGORITHMS: dict[str, Algorithm[Any]] = {
+    row.name: row for kind in (group_relative, token_returns, supervised, pairs) for row in kind.ROWS
 }
 
 __all__ = ["ALGORITHMS", "Algorithm", "Estimate", "Loss", "LossInput", "StepInput", "get", "job_of", "try_out"]

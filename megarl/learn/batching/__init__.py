@@ -1,7 +1,6 @@
 """Batching of samples and demonstrations: equally many micro-batches of equal shape on every data-parallel rank."""
 
-from megarl.learn.batching.micro import MicroBatch, dealt, micro_batches
-from megarl.learn.batching.packing import MicroBatching
+from megarl.learn.batching.micro import MicroBatch, MicroBatching, dealt, micro_batches
 from megarl.learn.batching.sequences import (
     Sequences,
     StepShare,

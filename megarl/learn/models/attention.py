@@ -26,8 +26,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
-from megarl.learn.models.attention_layout import PackedLayout, packed_layout
-from megarl.learn.models.rotary import positions_of
+from megarl.learn.models.packed import PackedLayout, packed_layout, positions_of
 
 SINK_COLUMNS = 8
 """Columns added to queries and keys for sinks: one is used, but GPU kernels want multiples of 8."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.learn.models.experts.paired import clamped_swiglu
+from megarl.learn.models.experts import clamped_swiglu
 from megarl.learn.models.recompute import recompute_settings
 from megarl.learn.models.specs import block_spec, check_implementation
 from megarl.weights.architectures import Head, architecture
@@ -37,18 +37,17 @@ def build_chunks(
     On the last chunk of the last stage ``forward(tokens, position_ids, None)`` with tokens int64 [B, S] returns
     vocabulary-parallel logits [B, S, V/tp]; within ``models.head.requesting`` it returns float32 [B, S, 2] of log-prob
     and entropy. With ``head="score"`` it returns float32 [B, S, 1], equal on all tensor-parallel ranks
-    (``models.value_head``). ``packed_seq_params``: the sequences of a chunk are concatenated (B = 1). Under context
-    parallelism S counts this rank's share (see ``batching.zigzag``). Only models with images use position ids
+    (``install_value_head``). ``packed_seq_params``: the sequences of a chunk are concatenated (B = 1). Under context
+    parallelism S counts this rank's share (see ``batching.micro``). Only models with images use position ids
     (``models.vision``), as int64 [3, B, S].
     """
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
+    from megarl.learn.models import experts, packed, vision
     from megarl.learn.models import head as lm_head
     from megarl.learn.models import norms as scaling
-    from megarl.learn.models import rotary, value_head, vision
-    from megarl.learn.models.experts import balanced_router, paired
 
     check_implementation(model, parallel)
     arch = architecture(hf_config)
@@ -64,9 +63,9 @@ def build_chunks(
         post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         block = block_spec(config, model, vp_stage, numbers.residual, arch.norms)
         if has_router_bias(arch) and not arch.router.sigmoid:
-            balanced_router.balance(block, model.router, biased=True)
+            experts.balance(block, model.router, biased=True)
         if not config.gated_linear_unit:
-            paired.pair(block)
+            experts.pair(block)
         stage: torch.nn.Module = GPTModel(
             config,
             block,
@@ -75,13 +74,13 @@ def build_chunks(
             position_embedding_type="rope",
             parallel_output=True,
             vp_stage=vp_stage,
-            **(value_head.smallest_output(gpt, pre_process, post_process, parallel.tp) if head == "score" else gpt),
+            **(lm_head.smallest_output(gpt, pre_process, post_process, parallel.tp) if head == "score" else gpt),
         )
         _mark_experts(stage)
         scaling.install(stage, numbers, logits=head == "lm")
-        (value_head if head == "score" else lm_head).install(stage)
-        balanced_router.install(stage)
-        rotary.install(stage, layer_ropes)
+        (lm_head.install_value_head if head == "score" else lm_head.install)(stage)
+        experts.install(stage)
+        packed.install(stage, layer_ropes)
         vision.install(stage, hf_config, gpt.get("rotary_base", 0.0), trained=model.train_vision_tower)
         if parallel.backend == "nccl":
             stage = stage.cuda()

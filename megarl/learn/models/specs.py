@@ -175,7 +175,7 @@ def check_fp8(model: ModelConfig, parallel: ParallelConfig, hf_config: Mapping[s
 
 def _balanced(block: Any, model: ModelConfig) -> Any:
     if model.router.is_used:
-        from megarl.learn.models.experts.balanced_router import balance
+        from megarl.learn.models.experts import balance
 
         balance(block, model.router)
     return block

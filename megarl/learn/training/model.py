@@ -37,7 +37,7 @@ from megarl.weights.reshard.copy import HEADS, copy_weights
 from megarl.weights.reshard.layouts import megatron_layout
 
 if TYPE_CHECKING:
-    from megarl.learn.models.experts.routing_replay import Replay
+    from megarl.learn.models.routing_replay import Replay
 
 
 def micro_batching_for(parallel: ParallelConfig, trainer: TrainerConfig) -> MicroBatching:
@@ -270,7 +270,7 @@ def _replay(
     model: Model, sequences: Sequences, batches: Sequence[MicroBatch], *, balanced: bool = False
 ) -> Replay | None:
     """Return the expert ids of ``batches``; None if the routers choose themselves."""
-    from megarl.learn.models.experts.routing_replay import Replay
+    from megarl.learn.models.routing_replay import Replay
 
     if sequences.routing is None or not model.replays_routing:
         return None
@@ -306,7 +306,7 @@ class TrainedModel:
     ) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        from megarl.learn.models.experts.balanced_router import routers
+        from megarl.learn.models.experts import routers
 
         self.model = Model(hf_config, model, parallel, head, micro_batching, grid)
         settings = DistributedDataParallelConfig(
@@ -363,7 +363,7 @@ class TrainedModel:
     ) -> Sums:
         from megatron.core import parallel_state
 
-        from megarl.learn.models.experts.balanced_router import UpdateSize, measured
+        from megarl.learn.models.experts import UpdateSize, measured
 
         for chunk in self.model.chunks:
             chunk.train()
@@ -413,13 +413,13 @@ class TrainedModel:
             return self.optimizer.gradient_norm()
 
     def step(self, lr: float) -> float:
-        """Make one optimizer step on the gradients in the buffers, unchecked (``train/update/updates.py`` has checked
+        """Make one optimizer step on the gradients in the buffers, unchecked (``train/update/learner.py`` has checked
         them); return their norm.
 
         With ``parallel.overlap_param_gather`` the new parameters are complete after the next ``backward``, or after
         ``finish_gather``.
         """
-        from megarl.learn.models.experts.balanced_router import move_biases
+        from megarl.learn.models.experts import move_biases
 
         self.model.residents.require("parameters", "gradients", "optimizer")
         with self.model.grid():

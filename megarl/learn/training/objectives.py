@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from megarl.config.algorithms import AlgorithmConfig, PPOConfig
-from megarl.learn.algorithms import Algorithm, Loss, LossInput, terms
-from megarl.learn.algorithms.terms import value
+from megarl.learn.algorithms import Algorithm, Loss, LossInput, terms, token_returns
 from megarl.learn.algorithms.terms.reduction import counts
 from megarl.learn.batching import MicroBatch, Sequences
 from megarl.learn.models.teaching import MoreColumns
@@ -172,6 +171,6 @@ def returns(settings: AlgorithmConfig, sequences: Sequences) -> Objective:
 
     def loss(kept: LossTokens, outputs: torch.Tensor) -> Loss:
         old, wanted = (x[kept.index].to(outputs.device) for x in (before, target))
-        return value.loss(outputs[:, 0], old, wanted, settings)
+        return token_returns.critic_loss(outputs[:, 0], old, wanted, settings)
 
-    return Objective("critic", lambda kept: value.count(kept.mask), loss)
+    return Objective("critic", lambda kept: token_returns.critic_count(kept.mask), loss)

@@ -16,7 +16,7 @@ from megarl.learn.models.teaching import MoreColumns
 from megarl.learn.parallel.process_groups import gather_outputs
 
 if TYPE_CHECKING:
-    from megarl.learn.models.experts.routing_replay import Replay
+    from megarl.learn.models.routing_replay import Replay
 
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, Any]]
 """(micro-batch, outputs [b, S, k]) -> (this micro-batch's part of the loss, any value to collect)."""
@@ -61,10 +61,9 @@ def run(
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    from megarl.learn.models.attention_layout import on_device
-    from megarl.learn.models.experts.balanced_router import sequences_of_tokens
+    from megarl.learn.models.experts import sequences_of_tokens
     from megarl.learn.models.head import Request, requested, requesting
-    from megarl.learn.models.rotary import by_token
+    from megarl.learn.models.packed import by_token, on_device
     from megarl.learn.models.vision import has_sections, showing
 
     context = parallel_state.get_context_parallel_group()

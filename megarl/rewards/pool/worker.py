@@ -23,7 +23,7 @@ from megarl.config.load import from_dict
 from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError, DataError, SandboxError, describe
 from megarl.core.imports import import_file
-from megarl.core.processes.parent import die_with
+from megarl.core.processes.machine import die_with
 from megarl.core.processes.secrets import hide_secrets
 from megarl.core.text import as_written
 from megarl.rewards.answer import trace

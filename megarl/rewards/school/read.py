@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from megarl.rewards.answer import chemistry, measures, relations, selections, trace
+from megarl.rewards.answer import measures, notations, selections, trace
 from megarl.rewards.answer.measures import with_digits
 from megarl.rewards.answer.normalize import clean, half_width, words
 from megarl.rewards.math.compare import equal
@@ -310,14 +310,14 @@ def same_short(gold: str, pred: str, convert: bool = True) -> bool:
         same = _division(pred) == division or plain(gold) == plain(pred)
         return trace.compared("division with remainder", gold, pred, same)
     pred = _as_asked(gold, pred)
-    if chemistry.may_be(gold) and (formula := chemistry.chemical(gold)):
-        return trace.compared("chemical formula", gold, pred, chemistry.same(formula, chemistry.read(pred)))
+    if notations.may_be(gold) and (formula := notations.chemical(gold)):
+        return trace.compared("chemical formula", gold, pred, notations.same(formula, notations.read(pred)))
     if (said := plain(gold)) == plain(pred):
         return trace.compared("words", gold, pred, bool(said) and not re.fullmatch(r"[A-Za-z]", gold.strip()))
     if recited(gold):
         same = "/" in pred and said == plain(re.sub(r"\s*/+\s*", ",", pred))
         return trace.compared("lines of a text", gold, pred, same)
-    for rule, compare in (("order", selections.compare), ("relation", relations.compare)):
+    for rule, compare in (("order", selections.compare), ("relation", notations.compare)):
         verdict = compare(gold, pred, same_short)
         if verdict is not None:
             return trace.compared(rule, gold, pred, verdict)
@@ -327,7 +327,7 @@ def same_short(gold: str, pred: str, convert: bool = True) -> bool:
     clocks = clock(gold), clock(pred)
     if clocks[0] and clocks[1]:
         return trace.compared("time of day", gold, pred, clocks[0] == clocks[1])
-    gold, pred = with_digits(relations.formula(gold)), with_digits(relations.formula(pred))
+    gold, pred = with_digits(notations.formula(gold)), with_digits(notations.formula(pred))
     measured = measures.same(gold, pred, convert)
     return equal(gold, pred) if measured is None else trace.compared("measure", gold, pred, measured)
 

@@ -160,11 +160,11 @@ def _of_experiment(arguments: argparse.Namespace) -> None:
     if arguments.what is None:
         prepare_data(config, verbose=True)
     elif arguments.what == IMPORT_EXPERTS:
-        from megarl.run.launch.experts import import_experts
+        from megarl.run.launch.records import import_experts
 
         import_experts(config, arguments.sources, 1.0 if arguments.min_score is None else arguments.min_score)
     else:
-        from megarl.run.launch.late import give_rewards, write_awaiting_rows
+        from megarl.run.launch.records import give_rewards, write_awaiting_rows
 
         if arguments.what == AWAITING:
             write_awaiting_rows(config, arguments.sources[0])
@@ -215,9 +215,9 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _prune(arguments: argparse.Namespace) -> None:
+    from megarl.run.data.export import prune
     from megarl.run.data.filters import selection_of
     from megarl.run.data.open_run import stored_run
-    from megarl.run.data.prune import prune
 
     selection, _ = selection_of(arguments.filters)
     with stored_run(arguments.run_dir, selection, read_only=not arguments.yes) as opened:

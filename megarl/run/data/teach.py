@@ -204,7 +204,7 @@ def _teachers(lesson: Lesson) -> Iterator[Score]:
         here = None
         if any(teacher.path is not None for teacher in config.teachers.values()):
             silence()  # before Megatron is imported
-            from megarl.train.inference.scoring import path_teachers
+            from megarl.train.inference.inference import path_teachers
 
             [port] = ports.choose("127.0.0.1", 1, None)
             here = stack.enter_context(path_teachers(config, lesson.vocab_size, port))

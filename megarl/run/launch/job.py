@@ -35,8 +35,8 @@ from megarl.learn.memory.phases import OFFLOAD
 from megarl.run.checks.job import check, check_micro_batches, check_sizes
 from megarl.run.checks.tasksets import Selected
 from megarl.run.job_store import job_store, shared_store
-from megarl.run.launch.experts import fill_experts
 from megarl.run.launch.joining import await_run, enter, is_closed, leave
+from megarl.run.launch.records import fill_experts
 from megarl.run.nodes import health, node_agent
 from megarl.run.nodes.fit import Fit, fit, reductions
 from megarl.run.nodes.node import Allocation, LocalNode, Node, find, is_loopback

@@ -26,8 +26,7 @@ from megarl.core.errors import EngineError
 from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.processes import heartbeat
 from megarl.core.processes.fork import Forked, ForkRoot, ForkServer, loaded_with
-from megarl.core.processes.machine import kill_group, uncollected
-from megarl.core.processes.parent import die_with
+from megarl.core.processes.machine import die_with, kill_group, uncollected
 from megarl.engines.client.control import EngineControl
 from megarl.run.process.stacks import STOPPED, ProcessHeartbeat, group_state, state_of
 

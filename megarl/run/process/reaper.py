@@ -18,8 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from megarl.core.processes.machine import group_members, kill_group
-from megarl.core.processes.parent import ALONE_S
+from megarl.core.processes.machine import ALONE_S, group_members, kill_group
 from megarl.engines.client.leftovers import remove_folder, shared_memory
 
 log = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
 from megarl.core.metrics import COMMAND, DROPPED, best_step
 from megarl.core.schema import Task, Trajectory
 from megarl.core.text import kind_of_text, truncation
-from megarl.run.report.timeline import TimedPhase, union, without_refused
+from megarl.run.report.svg import TimedPhase, union, without_refused
 from megarl.weights.checkpoint.training.manifest import finished, steps_of
 
 SAMPLES = 10

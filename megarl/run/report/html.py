@@ -17,6 +17,7 @@ from megarl.learn.memory.phases import Phase
 from megarl.run.report import offline, svg, text
 from megarl.run.report.data import Answer, ReportData, changed_settings, load
 from megarl.run.report.pieces import CSS, HATCH, PIECES, reward_png, share_axis
+from megarl.run.report.svg import CONTAINER, WAITING, TimedPhase, last_start, rows, seconds_by_phase, seconds_by_step
 from megarl.run.report.text import (
     VERDICTS,
     accuracy,
@@ -31,15 +32,6 @@ from megarl.run.report.text import (
     source_table,
     status,
     summary,
-)
-from megarl.run.report.timeline import (
-    CONTAINER,
-    WAITING,
-    TimedPhase,
-    last_start,
-    rows,
-    seconds_by_phase,
-    seconds_by_step,
 )
 
 __all__ = ["page", "summary", "write_report"]

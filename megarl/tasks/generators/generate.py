@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Preference, Task
-from megarl.tasks.generators import drawings, entries, school
+from megarl.tasks.generators import entries, school
 from megarl.tasks.generators.entries import (
     ARITHMETIC,
     OPTION_BOUNDS,
@@ -28,9 +28,8 @@ from megarl.tasks.generators.entries import (
     chain_sum,
     identity,
 )
-from megarl.tasks.preferences import write_preferences
 from megarl.tasks.row_files import is_json
-from megarl.tasks.rows import Kind, write_rows
+from megarl.tasks.rows import Kind, write_preferences, write_rows
 
 MAX_DRY_DRAWS = 50_000
 """Consecutive draws without a new question after which a file's size counts as unreachable (half a second)."""
@@ -133,7 +132,7 @@ GENERATORS = {
     "k12": Generator(school.k12, SUMS),
     "code": Generator(school.code, SUMS),
     "guess": Generator(school.guess, school.OPTIONS),
-    "shapes": Generator(drawings.shapes, drawings.OPTIONS, drawings.BOUNDS),
+    "shapes": Generator(school.shapes, school.PICTURE_OPTIONS, school.PICTURE_BOUNDS),
 }
 
 

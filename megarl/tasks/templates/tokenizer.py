@@ -24,8 +24,7 @@ from megarl.core.errors import CheckpointError, ConfigError, DataError
 from megarl.core.schema import Message, Preference, Task
 from megarl.tasks.image_rows import chat_messages
 from megarl.tasks.row_files import place_of
-from megarl.tasks.templates.template import IDENTIFIERS, ChatTemplate, Messages, read_template
-from megarl.tasks.templates.thought_marks import thought_marks
+from megarl.tasks.templates.template import IDENTIFIERS, ChatTemplate, Messages, read_template, thought_marks
 from megarl.tasks.tools.functions import template_tools
 
 PROCESSOR = ("processor_config.json", "preprocessor_config.json")

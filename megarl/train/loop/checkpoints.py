@@ -17,9 +17,7 @@ from megarl.core.metrics import best_step
 from megarl.core.schema import WeightsVersion
 from megarl.learn.memory.phases import Phase
 from megarl.train.inference.models import Models
-from megarl.train.rank.ranks import Ranks
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
 from megarl.weights.checkpoint.training import state as saving
 from megarl.weights.checkpoint.training.disk_space import free_space, writing
 from megarl.weights.checkpoint.training.manifest import current_attempt, steps_of

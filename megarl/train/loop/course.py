@@ -27,11 +27,9 @@ from megarl.train.inference.models import Models
 from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.part import Part
-from megarl.train.rank.ranks import Ranks, Stopped
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import Ranks, Reporter, RunContext, Stopped, TrainState
 from megarl.train.rollout.evaluation import Evaluates
-from megarl.train.update.updates import RollBack, UpdateFilter
+from megarl.train.update.learner import RollBack, UpdateFilter
 from megarl.weights.checkpoint.training.manifest import EXPORTED_STEP
 
 PRINTED_EVERY = 100

@@ -29,7 +29,7 @@ from megarl.train.batch.images import ImageInputs, demonstrations_of
 from megarl.train.inference.distributions import taught
 from megarl.train.inference.models import trains_scores
 from megarl.train.loop.rank import TrainerRank, starting
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from megarl.weights.checkpoint.formats.hf_source import score_pad
 
 

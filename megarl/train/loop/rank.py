@@ -21,11 +21,8 @@ from megarl.train.inference.inference import Inference
 from megarl.train.inference.models import REFERENCE, Models, trains_scores
 from megarl.train.loop.checkpoints import Checkpointer
 from megarl.train.memory import PhaseMemory
-from megarl.train.rank.ranks import Ranks
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
-from megarl.train.update.learner import Learner
-from megarl.train.update.updates import UpdateFilter
+from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
+from megarl.train.update.learner import Learner, UpdateFilter
 from megarl.weights.checkpoint.training import writer as checkpoint_writer
 
 

@@ -7,8 +7,7 @@ from contextlib import suppress
 from megarl.buffer.order.pacing import Pacing
 from megarl.config import Config
 from megarl.train.part import Part
-from megarl.train.rank.ranks import Stopped
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import Stopped, TrainState
 from megarl.train.rollout.rollouts import Rollouts
 
 

@@ -11,9 +11,8 @@ from megarl.config import Config
 from megarl.learn.training.optimizer import whole_digests
 from megarl.train.inference.models import Models
 from megarl.train.part import Part
-from megarl.train.rank.state import RunContext, TrainState
-from megarl.train.sync.last_published import SentWeights
-from megarl.train.sync.probe import probe_text
+from megarl.train.ranks import RunContext, TrainState
+from megarl.train.sync.probe import SentWeights, probe_text
 
 ROLE = "average"
 

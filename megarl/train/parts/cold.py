@@ -23,9 +23,7 @@ from megarl.learn.memory.phases import Phase
 from megarl.train.inference.models import Models
 from megarl.train.memory import PhaseMemory
 from megarl.train.part import Metrics, Part
-from megarl.train.rank.ranks import Ranks
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
 from megarl.train.sync.probe import probe_text
 from megarl.train.sync.weights import WeightSync
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from megarl.buffer.store import Store
 from megarl.train.memory import PhaseMemory
 from megarl.train.part import Part, StepData
-from megarl.train.rank.ranks import Ranks
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import Ranks, RunContext, TrainState
 from megarl.train.rollout.rollouts import Rollouts
 from megarl.train.sync.colocated import ColocatedEngines
 from megarl.train.sync.publish import WeightPublisher

@@ -11,7 +11,7 @@ from megarl.tasks import ChatTokenizer
 from megarl.train.batch.images import ImageInputs
 from megarl.train.inference.models import Models
 from megarl.train.part import Part, StepData
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from megarl.train.rollout.reading import RolloutReader
 
 

@@ -8,13 +8,12 @@ import math
 import torch
 
 from megarl.core.durable import write_text
-from megarl.planner.accelerators import DEVICES, Device
-from megarl.planner.predict import predict
-from megarl.planner.rollout import Lengths
-from megarl.planner.work import JobPlan, StepWork
+from megarl.planner.model_cost import DEVICES, Device
+from megarl.planner.phase_seconds import Lengths
+from megarl.planner.predict import JobPlan, StepWork, predict
 from megarl.train.inference.models import Models
 from megarl.train.part import Metrics, Part
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import RunContext, TrainState
 
 FILE = "prediction.json"
 

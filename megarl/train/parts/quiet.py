@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from megarl.train.part import Part
-from megarl.train.rank.state import TrainState
-from megarl.train.rollout.found import Awaited
+from megarl.train.ranks import TrainState
+from megarl.train.rollout.group_part import Awaited
 from megarl.train.rollout.rollouts import Wait
 from megarl.train.sync.weights import WeightSync
 

@@ -7,7 +7,7 @@ from megarl.learn.memory.phases import Phase
 from megarl.train.inference.models import Models
 from megarl.train.memory import PhaseMemory
 from megarl.train.part import Part
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 
 
 class ReferenceRefresh(Part):

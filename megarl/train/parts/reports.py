@@ -5,10 +5,9 @@ from __future__ import annotations
 from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.core.text import TruncationWarning
-from megarl.train.batch.accounts import account_line
+from megarl.train.batch.samples import account_line
 from megarl.train.part import Metrics, Part
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import Reporter, RunContext, TrainState
 
 
 class TruncationLine(Part):

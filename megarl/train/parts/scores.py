@@ -10,8 +10,7 @@ from megarl.train.inference.inference import model_scores
 from megarl.train.inference.models import Models
 from megarl.train.memory import PhaseMemory
 from megarl.train.part import Part, StepData
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import Reporter, TrainState
 from megarl.train.rollout.reading import RolloutReader
 
 

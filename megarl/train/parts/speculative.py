@@ -7,7 +7,7 @@ import logging
 from megarl.core.errors import EngineError
 from megarl.engines.client.control import Drafts, EngineControl
 from megarl.train.part import Part, StepData
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.train.ranks import RunContext, TrainState
 from megarl.train.sync.publish import WeightPublisher
 
 log = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from megarl.learn.batching import Sequences
 from megarl.tasks import ChatTokenizer
 from megarl.train.batch.batch import StepBatch
 from megarl.train.part import Part
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 
 LONGEST_OPENING = 64
 """Tokens at the end of a prompt that show if it ends inside a thought."""

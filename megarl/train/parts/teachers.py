@@ -14,7 +14,7 @@ from megarl.core.schema import TEACHER, Trajectory
 from megarl.learn.algorithms.terms.reduction import Tokens, repeated
 from megarl.train.batch.batch import StepBatch
 from megarl.train.part import Metrics, Part, StepData
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from megarl.train.rollout.reading import RolloutReader
 
 

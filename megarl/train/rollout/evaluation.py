@@ -14,10 +14,8 @@ from megarl.buffer.store import Store
 from megarl.config.schema import EvaluationConfig
 from megarl.core.schema import WeightsVersion
 from megarl.engines.fleet import EngineRow, Fleet, Key
-from megarl.train.rank.ranks import Ranks
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext, TrainState
-from megarl.train.rollout.found import Awaited, whole
+from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
+from megarl.train.rollout.group_part import Awaited, whole
 from megarl.train.rollout.rollouts import Wait
 
 

@@ -10,8 +10,7 @@ from megarl.buffer.store import Store
 from megarl.core.errors import EngineError
 from megarl.core.processes import heartbeat
 from megarl.engines.fleet import EngineTurn
-from megarl.train.rank.ranks import Ranks
-from megarl.train.rank.state import RunContext
+from megarl.train.ranks import Ranks, RunContext
 from megarl.train.sync.publish import WeightPublisher
 
 log = logging.getLogger(__name__)

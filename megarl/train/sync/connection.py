@@ -1,4 +1,4 @@
-"""A trainer rank's connection to the job's engines: it finds them in the registry, joins links, and agrees on a plan.
+"""A trainer rank's connection to the job's engines: their links, and messages between ranks during a sync.
 
 Every trainer rank makes the same calls. Rank 0 calls the engines; the ranks exchange messages through the links'
 key-value store, so that all of them learn how a call ended.
@@ -6,29 +6,206 @@ key-value store, so that all of them learn how a call ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from typing import Any, Protocol
 
+from torch import distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
+
 from megarl.config.schema import Config
-from megarl.core.errors import WeightSyncError
+from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.core.processes import heartbeat
 from megarl.engines.client.control import EngineControl
 from megarl.engines.client.names import JobAddresses
 from megarl.engines.fleet import EngineRow, Fleet
-from megarl.engines.sync.link import LinkAddress
-from megarl.engines.sync.shared import Places, SharedMemorySender, machine, memory_file
+from megarl.engines.sync.link import Backend, EngineLinks, LinkAddress, first_workers, join_groups, open_store
+from megarl.engines.sync.shared import (
+    DeviceMemory,
+    HostMemory,
+    MemoryFile,
+    Places,
+    SharedMemorySender,
+    machine,
+    memory_file,
+)
 from megarl.learn.parallel.grid import megatron_grid
-from megarl.train.sync.engine_parts import EnginePlans, PartOfEngines, partners_of, parts_of, places_of
-from megarl.train.sync.fleet import EngineFleet, await_wanted, failures, results
-from megarl.train.sync.links import NONE_JOINED, Joined, TrainerLinks
-from megarl.train.sync.rank_messages import RankMessages
+from megarl.train.sync.fleet import (
+    EngineFleet,
+    EnginePlans,
+    PartOfEngines,
+    await_wanted,
+    failures,
+    partners_of,
+    parts_of,
+    places_of,
+    results,
+)
 from megarl.weights.reshard.adapters import AdapterDelivery
 from megarl.weights.reshard.execute import Transport
 from megarl.weights.reshard.layout import Layout
 from megarl.weights.reshard.layouts import VOCAB_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Engines joined by a trainer's weight links, as of the last ``connect``; lists are by engine number."""
+
+    starts: Sequence[tuple[str, int]]
+    """URL of each engine and the start of its process. Engines of two programs may have the same number."""
+    machines: Sequence[list[str]]
+    """Machines of each engine's workers."""
+    senders: Sequence[Sequence[Any]]
+    """Senders as in ``Places``."""
+
+    @property
+    def all(self) -> list[int]:
+        """Return the numbers of all engines."""
+        return list(range(len(self.starts)))
+
+    def replaced(self, starts: Sequence[tuple[str, int]]) -> list[int]:
+        """Return the numbers of engines that are new or have another start."""
+        before = [*self.starts, *[None] * (len(starts) - len(self.starts))]
+        return [i for i, start in enumerate(starts) if start != before[i]]
+
+    def places(self) -> Places:
+        """Return the machines of all workers and trainer ranks."""
+        return Places([where for engine in self.machines for where in engine], self.senders)
+
+
+NONE_JOINED = Joined((), (), ())
+
+
+class TrainerLinks:
+    """Links for notices, in host memory, and for bucket messages; with gloo both use the same links.
+
+    Args:
+        rank: This trainer rank, out of ``trainers``.
+        over: ``sync.transport``.
+        file: Memory file of this process, for buckets in host memory.
+        keeps: Keep buckets in GPU memory after a sync.
+    """
+
+    def __init__(self, rank: int, trainers: int, over: Backend, file: MemoryFile, *, keeps: bool = True) -> None:
+        self._rank, self._trainers, self._over, self._file, self._keeps = rank, trainers, over, file, keeps
+        self.notices = EngineLinks()
+        """Links in host memory to the workers of all engines."""
+        self._messages = EngineLinks(over) if over == "nccl" else self.notices
+        self._workers: Sequence[int] = ()
+
+    def number(self, workers: Sequence[int]) -> None:
+        """Number the workers of all engines; ``workers``: number of workers of each engine."""
+        self._workers = workers
+        self.notices.number(workers)
+        self._messages.number(workers)
+
+    def join(
+        self, store: Store, address: LinkAddress, engine: int, partners: Sequence[int], near: Collection[int]
+    ) -> None:
+        """Join an engine's link; ``partners`` are the engine's workers that this rank sends to.
+
+        Args:
+            near: Workers on this machine, numbered over all engines.
+        """
+        first, peers, over = first_workers(self._workers)[engine], self._trainers, self._over
+        here = [worker for worker in partners if first + worker in near]
+        others = [worker for worker in partners if first + worker not in near]
+        notices, messages = join_groups(store, address, self._rank, peers, near=here, far=others, over=over)
+        self.notices.add(engine, notices)
+        if messages is not notices:
+            self._messages.add(engine, messages)
+
+    def sender(self, near: frozenset[int]) -> SharedMemorySender:
+        """Return the transport to all workers; the workers in ``near`` are on this machine."""
+        memory = DeviceMemory(keeps=self._keeps) if self._over == "nccl" else HostMemory(self._file)
+        return SharedMemorySender(self.notices, near, memory, self._messages)
+
+    def remove(self, engine: int) -> None:
+        """Close the links to an engine, if any."""
+        self.notices.remove(engine)
+        self._messages.remove(engine)
+
+    def close(self) -> None:
+        """Close all links."""
+        self.notices.close()
+        self._messages.close()
+
+
+class RankMessages:
+    """One trainer rank's messages. Rank 0 serves the store, and removes keys when every rank has read them."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank = rank
+        self.timeout_s = timeout_s
+        self._store: TCPStore | None = None
+        self._keys: list[str] = []
+        """Keys that rank 0 has written or read and not yet removed."""
+
+    @property
+    def store(self) -> TCPStore:
+        """Return the store; call ``open`` first."""
+        assert self._store is not None, "open first"
+        return self._store
+
+    def open(self, address: LinkAddress) -> None:
+        """Open the store if it is closed."""
+        if self._store is None:
+            self._store = open_store(address, master=self._rank == 0)
+
+    @contextmanager
+    def announcing(self, topic: str) -> Iterator[dict[str, Any]]:
+        """Send the other ranks the dict that the body fills, or the error that it raises, under ``topic``."""
+        self._note(topic)
+        message: dict[str, Any] = {}
+        try:
+            yield message
+        except BaseException as error:
+            failed = {"error": str(error) or type(error).__name__, "differs": isinstance(error, WeightsDiffer)}
+            self.store.set(topic, json.dumps(failed))
+            raise
+        self.store.set(topic, json.dumps(message))
+
+    def received(self, topic: str, timeout_s: float | None = None) -> dict[str, Any]:
+        """Return another rank's message under ``topic``; raise its error as a WeightSyncError."""
+        timeout_s = timeout_s or self.timeout_s
+        try:
+            self.store.wait([topic], timedelta(seconds=timeout_s))
+        except dist.DistStoreError as error:
+            raise WeightSyncError(f"no word of {topic} from another trainer rank in {timeout_s:.0f} s") from error
+        self._note(topic)
+        message = json.loads(self.store.get(topic))
+        if "error" in message:
+            raise (WeightsDiffer if message["differs"] else WeightSyncError)(message["error"])
+        return message
+
+    def post(self, key: str, value: Sequence[Any]) -> None:
+        """Write a value for rank 0."""
+        self.store.set(key, json.dumps(value))
+
+    def posted(self, key: str) -> Any:
+        """Return a value that another rank wrote for rank 0."""
+        self.store.wait([key], timedelta(seconds=self.timeout_s))
+        self._note(key)
+        return json.loads(self.store.get(key))
+
+    def read_by_all(self) -> list[str]:
+        """Return the keys so far, to ``remove`` once every rank has read them, and start a new list."""
+        keys, self._keys = self._keys, []
+        return keys
+
+    def remove(self, keys: Sequence[str]) -> None:
+        """Delete keys that every rank has read."""
+        for key in keys:
+            self.store.delete_key(key)
+
+    def _note(self, key: str) -> None:
+        if self._rank == 0:
+            self._keys.append(key)
+
 
 LEAVE_S = 10.0
 """Seconds within which an engine of another program must respond again after its first response."""

@@ -1,5 +1,4 @@
-"""Probes of a weight sync: a text whose log-probs are compared between trainer and engine, and a test adapter, which an
-engine must pass before it gets a step's adapters.
+"""Probes of a weight sync, and the copy of the weights published last.
 
 An adapter without effect passes every digest and, while B is near zero, every probe. A test adapter has a large, known
 B. An engine gives other log-probs if it lacks the adapter, has it under a name that matches nothing, or scales it
@@ -11,22 +10,65 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from megarl.config.derived import context_tokens, prompt_tokens
+from megarl.config.job import SyncConfig
 from megarl.config.schema import Config
-from megarl.core.errors import WeightSyncError
+from megarl.core.errors import WeightsDiffer, WeightSyncError
+from megarl.core.schema import WeightsVersion
 from megarl.engines.client.probe import DECODED, PROBE_TOLERANCES, FarText, ProbeText
 from megarl.learn.batching import Sequences
 from megarl.learn.training.model import Model
 from megarl.learn.training.optimizer import whole_digests
 from megarl.learn.training.schedule import Head
-from megarl.train.sync.last_published import SentWeights
 from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.adapters import TOWER, Adapted
 from megarl.weights.reshard.layout import Layout
+
+
+@dataclass(frozen=True, eq=False)
+class SentWeights:
+    """This rank's share of a version."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """Megatron name -> local tensor, in host memory."""
+    written: Mapping[str, int]
+    """Digests of what the optimizer wrote."""
+    probe: ProbeText
+
+    @classmethod
+    def copy_of(cls, tensors: Mapping[str, torch.Tensor], written: Mapping[str, int], probe: ProbeText) -> SentWeights:
+        """Copy tensors to host memory: one more set of the rank's parameters, or its trained tensors of adapters."""
+        if isinstance(tensors, Adapted):
+            return cls(type(tensors)(tensors.model.kept()), written, probe)
+        return cls({name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}, written, probe)
+
+
+class SentDigests:
+    """Digests of this rank's share of the version sent last."""
+
+    def __init__(self) -> None:
+        self._last: tuple[WeightsVersion, Mapping[str, int]] | None = None
+
+    def check(self, version: WeightsVersion, written: Mapping[str, int]) -> None:
+        """Record what is sent next. Raises WeightsDiffer if the same version was sent with other weights."""
+        known = written if self._last is None or self._last[0] != version else self._last[1]
+        if changed := sorted(name for name in known.keys() | written.keys() if known.get(name) != written.get(name)):
+            raise WeightsDiffer(
+                f"weights {version} would be published again with other values: {len(changed)} tensors of this rank "
+                f"have changed since, the first is {changed[0]}; no engine may sample with them as that version"
+            )
+        self._last = version, written
+
+
+def outlives_update(sync: SyncConfig) -> bool:
+    """True if engines keep sampling with a version after the following update, and no other version may replace it: in
+    admission order, over links."""
+    return sync.max_staleness > 0 and sync.order == "admission" and sync.method == "direct"
+
 
 CANDIDATES = 4
 """Number of candidate tokens after a far text."""

@@ -19,7 +19,7 @@ from megarl.engines.client.probe import ProbeText
 from megarl.engines.fleet import Key
 from megarl.learn.training.optimizer import check_written
 from megarl.train.sync.connection import EngineConnection
-from megarl.train.sync.engine_parts import PartOfEngines
+from megarl.train.sync.fleet import PartOfEngines
 from megarl.train.sync.look import lost
 from megarl.train.sync.publication import Publication, SyncReport
 from megarl.weights.reshard.adapter_proof import BaseProof, ProvenTensors, check_covered

@@ -22,11 +22,8 @@ from megarl.learn.memory.phases import Phase
 from megarl.learn.training.model import Model
 from megarl.train.inference.models import Models
 from megarl.train.memory import PhaseMemory
-from megarl.train.rank.ranks import Ranks, Stopped
-from megarl.train.rank.reporter import Reporter
-from megarl.train.rank.state import RunContext
-from megarl.train.sync.last_published import SentDigests, SentWeights
-from megarl.train.sync.probe import probe_text, test_adapter
+from megarl.train.ranks import Ranks, Reporter, RunContext, Stopped
+from megarl.train.sync.probe import SentDigests, SentWeights, probe_text, test_adapter
 from megarl.train.sync.publication import Delivery
 from megarl.train.sync.publish import WeightPublisher
 from megarl.weights.reshard.adapters import MergedTensors, SeparateTensors

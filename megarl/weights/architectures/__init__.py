@@ -4,15 +4,34 @@ from __future__ import annotations
 
 from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures import megatron_config
-from megarl.weights.architectures.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, DOTS1, KIMI_K2, SOLAR_OPEN
+from megarl.weights.architectures.deepseek import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DOTS1,
+    GLM4,
+    GLM4_MOE,
+    GLM4_MOE_LITE,
+    KIMI_K2,
+    SOLAR_OPEN,
+)
 from megarl.weights.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
-from megarl.weights.architectures.gemma3_text import GEMMA3_TEXT
-from megarl.weights.architectures.glm import GLM4, GLM4_MOE, GLM4_MOE_LITE
 from megarl.weights.architectures.gpt_oss import GPT_OSS
-from megarl.weights.architectures.llama import GRANITE, HUNYUAN_V1_DENSE, LLAMA, PHI3, SMOLLM3
+from megarl.weights.architectures.llama import (
+    EXAONE4,
+    GEMMA3_TEXT,
+    GRANITE,
+    HUNYUAN_V1_DENSE,
+    LLAMA,
+    MINISTRAL3,
+    MISTRAL,
+    MIXTRAL,
+    OLMO2,
+    OLMO3,
+    OLMOE,
+    PHI3,
+    SMOLLM3,
+)
 from megarl.weights.architectures.minimax_m2 import MINIMAX_M2
-from megarl.weights.architectures.mistral import MINISTRAL3, MISTRAL, MIXTRAL
-from megarl.weights.architectures.olmo import EXAONE4, OLMO2, OLMO3, OLMOE
 from megarl.weights.architectures.qwen import QWEN2, QWEN2_5_VL, QWEN2_MOE, QWEN3, QWEN3_MOE, SEED_OSS
 from megarl.weights.architectures.table import Architecture, Head, HFConfig, ModelSizes, Shape
 

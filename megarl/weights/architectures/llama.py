@@ -1,4 +1,7 @@
-"""Tables of Llama 2 and 3, and of dense families with Llama's layers: Phi-3, Granite, SmolLM3, Hunyuan."""
+"""Tables of dense families with Llama's layers or close to them: Llama, Mistral and Mixtral, OLMo, EXAONE 4, Gemma 3.
+
+Source: ``transformers/models/gemma3/modeling_gemma3.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,26 @@ from dataclasses import replace
 from megarl.weights.architectures.blocks import (
     ATTENTION,
     EMBEDDING,
+    EXPERTS,
     JOINED_MLP,
     JOINED_QKV,
     MLP,
+    MLP_NORM_OF_GEMMA,
+    NORMS_AFTER,
     OUTPUT,
+    QK_NORM,
     QK_NORM_AFTER_ROPE,
+    UNNORMED_ATTENTION,
+    UNNORMED_MLP,
     VLLM_ATTENTION,
+    VLLM_EXPERTS,
     VLLM_MLP,
+    WHOLE_QK_NORM,
+    expert_rows,
+    gated,
+    vllm_experts,
 )
-from megarl.weights.architectures.table import Architecture, LayerRules, MultiplierKeys, NormRules
+from megarl.weights.architectures.table import Architecture, LayerRules, Logical, MultiplierKeys, NormRules, RouterRules
 
 # Llama 2 and 3: grouped queries without biases, RMSNorm, SwiGLU. Source:
 # ``transformers/models/llama/modeling_llama.py``.
@@ -79,4 +93,109 @@ HUNYUAN_V1_DENSE = Architecture(
     norms=NormRules(after_rope=True),
     layers=LayerRules(rope_alpha=True),
     fixed={"hidden_act": "silu", "attention_bias": False},
+)
+
+
+# Mistral, dense: Llama's layers; the first version has sliding-window attention. Source:
+# ``transformers/models/mistral/modeling_mistral.py``.
+MISTRAL = Architecture(
+    name="mistral",
+    models="Mistral 7B",
+    params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
+    fixed={"hidden_act": "silu"},
+)
+
+
+# Ministral 3, text: Mistral's layers with YaRN, and queries scaled up with their position. Source:
+# ``transformers/models/ministral3/modeling_ministral3.py``.
+MINISTRAL3 = replace(MISTRAL, name="ministral3", models="Ministral 3, text", layers=LayerRules(queries_grow=True))
+
+
+# Mixtral: Mistral's attention; experts in every layer, under different names. Source:
+# ``transformers/models/mixtral/modeling_mixtral.py`` and the published checkpoints' names.
+_EXPERTS = gated("block_sparse_moe.experts.{expert}", "expert_ffn", names=("w1", "w3", "w2"))
+_ROUTER = Logical("block_sparse_moe.gate.weight", "experts hidden")
+
+MIXTRAL = Architecture(
+    name="mixtral",
+    models="Mixtral",
+    params=(*EMBEDDING, *ATTENTION, *expert_rows(_EXPERTS, _ROUTER), *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *vllm_experts(_EXPERTS, "block_sparse_moe")),
+    vllm_ends_everywhere=True,
+    router=RouterRules(norms_topk=True),
+    fixed={"hidden_act": "silu"},
+    keys={"expert_ffn": ("intermediate_size",)},
+)
+
+
+# OLMo 2: norms only after attention and MLP, and norms of queries and keys over all heads together. Source:
+# ``transformers/models/olmo2/modeling_olmo2.py``; vLLM 0.32 runs it through transformers.
+OLMO2 = Architecture(
+    name="olmo2",
+    models="OLMo 2",
+    params=(*EMBEDDING, *UNNORMED_ATTENTION, *WHOLE_QK_NORM, *UNNORMED_MLP, *NORMS_AFTER, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
+    norms=NormRules(before=False, after=True, whole_width=True),
+    fixed={"hidden_act": "silu", "attention_bias": False},
+)
+
+
+# OLMo 3: OLMo 2's layers, most with a window; YaRN only in layers without one. Source:
+# ``transformers/models/olmo3/modeling_olmo3.py``; vLLM 0.32 runs it through transformers.
+OLMO3 = replace(OLMO2, name="olmo3", models="OLMo 3", layers=LayerRules(windows=True, ropes=True))
+
+
+# OLMoE: Llama's layers with OLMo 2's norms of queries and keys, and softmax routing of experts. Source:
+# ``transformers/models/olmoe/modeling_olmoe.py``. vLLM's ``llama.py`` fixes the norms' epsilon, does not normalise
+# the chosen probabilities and ties no weights. Other values in config.json are refused.
+OLMOE = Architecture(
+    name="olmoe",
+    models="OLMoE",
+    params=(*EMBEDDING, *ATTENTION, *WHOLE_QK_NORM, *EXPERTS, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_EXPERTS),
+    vllm_ends_everywhere=True,
+    norms=NormRules(whole_width=True),
+    keys={"expert_ffn": ("intermediate_size",)},
+    has_score_class=False,
+    fixed={
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "clip_qkv": None,
+        "norm_topk_prob": False,
+        "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+    },
+)
+
+
+# EXAONE 4: OLMo 2's layers with Qwen3's norms of queries and keys; layers without a window have no rope. Source:
+# ``transformers/models/exaone4/modeling_exaone4.py``.
+EXAONE4 = Architecture(
+    name="exaone4",
+    models="EXAONE 4.0",
+    params=(*EMBEDDING, *UNNORMED_ATTENTION, *QK_NORM, *UNNORMED_MLP, *NORMS_AFTER, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
+    norms=NormRules(before=False, after=True),
+    layers=LayerRules(windows=True, rope_in_windows=True),
+    fixed={"hidden_act": "silu"},
+)
+
+
+GEMMA3_TEXT = Architecture(
+    name="gemma3_text",
+    models="Gemma 3 (270M, 1B, text)",
+    params=(*EMBEDDING, *ATTENTION, *QK_NORM, *MLP_NORM_OF_GEMMA, *UNNORMED_MLP, *NORMS_AFTER, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
+    norms=NormRules(after=True, zero_centred=True),
+    multipliers=MultiplierKeys(embedding_root="hidden_size", attention_root="query_pre_attn_scalar"),
+    layers=LayerRules(windows=True, ropes=True),
+    megatron={"activation": "gelu_tanh"},
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
 )

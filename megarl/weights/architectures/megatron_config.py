@@ -249,7 +249,7 @@ def _experts(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict
         # A list makes dist_checkpointing store layers separately, so it is used only if layers differ.
         "moe_layer_freq": 1 if all(pattern) else pattern,
         "moe_shared_expert_intermediate_size": sizes.shared_ffn or None,
-        # ``model.router`` (learn/models/experts/balanced_router.py) replaces these: independent of micro-batches.
+        # ``model.router`` (learn/models/experts.py) replaces these: independent of micro-batches.
         "moe_router_load_balancing_type": "none",
         "moe_aux_loss_coeff": 0.0,
     }

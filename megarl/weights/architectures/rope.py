@@ -1,6 +1,6 @@
 """Rotary embedding of each layer, read from a config.json as transformers does.
 
-Source: transformers 5.19 ``modeling_rope_utils.py``. Plain values; ``learn/models/rotary.py`` computes frequencies.
+Source: transformers 5.19 ``modeling_rope_utils.py``. Plain values; ``learn/models/packed.py`` computes frequencies.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ class Param:
 
 
 SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "labels hidden"),), Stage.LAST)
-"""One number per token, whole on every tensor-parallel rank (``learn/models/value_head.py``)."""
+"""One number per token, whole on every tensor-parallel rank (``learn/models/head.py``)."""
 
 
 @dataclass(frozen=True)

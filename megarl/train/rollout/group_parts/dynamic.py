@@ -8,9 +8,8 @@ from megarl.buffer.experience import split_by_accuracy
 from megarl.config import Config
 from megarl.core.errors import NonRetryableError
 from megarl.core.schema import Trajectory
-from megarl.train.rank.state import TrainState
-from megarl.train.rollout.found import FoundGroups
-from megarl.train.rollout.group_part import GroupPart
+from megarl.train.ranks import TrainState
+from megarl.train.rollout.group_part import FoundGroups, GroupPart
 
 KINDS = ("all_right", "all_wrong")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from megarl.buffer.order.pacing import Pacing
 from megarl.buffer.store import Store
 from megarl.config import Config
-from megarl.train.rollout.found import Awaited, rollout_id
-from megarl.train.rollout.group_part import GroupPart
+from megarl.train.rollout.group_part import Awaited, GroupPart, rollout_id
 
 
 class BudgetAhead(GroupPart):

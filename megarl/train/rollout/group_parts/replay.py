@@ -7,13 +7,11 @@ from dataclasses import replace
 
 from megarl.buffer.experience import Verified, by_group
 from megarl.buffer.order.draws import data_seed
-from megarl.buffer.order.replay import ReplayChoice, replay_metrics
+from megarl.buffer.order.group_choice import ReplayChoice, replay_metrics
 from megarl.config import Config
 from megarl.core.schema import Trajectory
-from megarl.train.rank.ranks import Stopped
-from megarl.train.rank.state import TrainState
-from megarl.train.rollout.found import FoundGroups
-from megarl.train.rollout.group_part import GroupPart
+from megarl.train.ranks import Stopped, TrainState
+from megarl.train.rollout.group_part import FoundGroups, GroupPart
 from megarl.train.rollout.reading import RolloutReader
 
 

@@ -6,7 +6,7 @@ from megarl.buffer.experience import shuffle_rewards
 from megarl.buffer.order.draws import data_seed
 from megarl.config import Config
 from megarl.core.schema import Trajectory
-from megarl.train.rank.state import TrainState
+from megarl.train.ranks import TrainState
 from megarl.train.rollout.group_part import GroupPart
 
 

@@ -22,13 +22,15 @@ from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.architectures import Head, HFConfig
 from megarl.weights.checkpoint.convert.convert import ConversionSummary, Settings, run
 from megarl.weights.checkpoint.convert.open_checkpoint import (
+    BLOCK_ELEMENTS,
     EMBEDDING_KEY,
     OUTPUT,
+    Count,
     Opened,
     config_folder,
+    each,
     open_hf_checkpoint,
 )
-from megarl.weights.checkpoint.convert.stream import BLOCK_ELEMENTS, Count, each
 from megarl.weights.checkpoint.convert.targets import HFTarget
 from megarl.weights.checkpoint.convert.verify import check_written
 from megarl.weights.checkpoint.formats import peft

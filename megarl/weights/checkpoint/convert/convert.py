@@ -21,13 +21,19 @@ import torch
 
 from megarl.core.errors import CheckpointError
 from megarl.weights.checkpoint.convert.open_checkpoint import (
+    Count,
+    Digests,
     Head,
     Opened,
+    OutFile,
+    Region,
+    Transfer,
+    add,
+    each,
     family,
     open_dist_checkpoint,
     open_hf_checkpoint,
 )
-from megarl.weights.checkpoint.convert.stream import Count, Digests, OutFile, Region, Transfer, add, each
 from megarl.weights.checkpoint.convert.targets import DistTarget, HFTarget, Target, file_size
 from megarl.weights.checkpoint.convert.verify import check_written
 from megarl.weights.checkpoint.formats.hf_source import small_files

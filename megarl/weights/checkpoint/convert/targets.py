@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from megarl.weights.checkpoint.convert.open_checkpoint import Opened
-from megarl.weights.checkpoint.convert.stream import OutFile, Region
+from megarl.weights.checkpoint.convert.open_checkpoint import Opened, OutFile, Region
 from megarl.weights.checkpoint.formats.dist import Chunk, DistFiles, Stored
 from megarl.weights.checkpoint.formats.dist_write import extra_states, other_name, write_chunk, write_metadata
 from megarl.weights.checkpoint.formats.hf_files import (

@@ -12,8 +12,19 @@ from pathlib import Path
 import torch
 
 from megarl.core.errors import CheckpointError, first_of
-from megarl.weights.checkpoint.convert.open_checkpoint import Head, Opened, family, open_checkpoint, open_hf_checkpoint
-from megarl.weights.checkpoint.convert.stream import Count, Digests, OutFile, Transfer, add, each
+from megarl.weights.checkpoint.convert.open_checkpoint import (
+    Count,
+    Digests,
+    Head,
+    Opened,
+    OutFile,
+    Transfer,
+    add,
+    each,
+    family,
+    open_checkpoint,
+    open_hf_checkpoint,
+)
 from megarl.weights.checkpoint.convert.targets import HFTarget, file_size
 from megarl.weights.checkpoint.formats.dist import DistFiles, find_dist, missing_elements
 from megarl.weights.checkpoint.formats.hf_files import in_files

@@ -24,6 +24,7 @@ from megarl.core.processes import heartbeat
 from megarl.weights.checkpoint.formats.hf_source import HF_FOLDER, copy_small_files
 from megarl.weights.checkpoint.training import disk_space as disk
 from megarl.weights.checkpoint.training import rank_state, writer
+from megarl.weights.checkpoint.training.disk_space import SmallFiles, on_rank_0
 from megarl.weights.checkpoint.training.manifest import (
     PREFIX,
     Fingerprint,
@@ -32,7 +33,6 @@ from megarl.weights.checkpoint.training.manifest import (
     remove,
     unfinished_name,
 )
-from megarl.weights.checkpoint.training.rank_0 import SmallFiles, on_rank_0
 from megarl.weights.checkpoint.training.rank_state import STATE, spread
 from megarl.weights.checkpoint.training.writer import PendingWrite
 from megarl.weights.megatron_private import own_writer, put_results_queue

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from megarl.core.errors import CheckpointError, first_of
 from megarl.core.processes.machine import is_out_of_memory
 from megarl.weights.checkpoint.training import rank_state
+from megarl.weights.checkpoint.training.disk_space import on_rank_0
 from megarl.weights.checkpoint.training.manifest import (
     LATEST,
     PREFIX,
@@ -24,7 +25,6 @@ from megarl.weights.checkpoint.training.manifest import (
     read_state,
     unfounded_latest,
 )
-from megarl.weights.checkpoint.training.rank_0 import on_rank_0
 from megarl.weights.checkpoint.training.rank_state import copied, differing
 from megarl.weights.checkpoint.training.save import (
     CheckpointedModel,

@@ -19,7 +19,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 
 from megarl.core.processes import heartbeat
-from megarl.core.processes.parent import die_with
+from megarl.core.processes.machine import die_with
 
 T = TypeVar("T")
 NICENESS = 10

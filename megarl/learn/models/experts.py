@@ -1,4 +1,4 @@
-"""Routers that balance the load of their experts: ``model.router``'s losses and bias, for any split of an update.
+"""Routers that balance the load of their experts, and modules of experts with biases.
 
 For a router of E experts that chooses k, with scores s_{t,e} that sum to 1 over e (softmax, or sigmoids divided by
 their sum):
@@ -13,6 +13,10 @@ eq. 5). Both losses are summed over the layers. Megatron's losses are means over
 an update is split.
 
 Shape legend: t tokens of this rank in a micro-batch, E experts, n sequences of the micro-batch.
+
+Files and vLLM use the same order, so that any contiguous share of the rows has whole pairs.
+
+Shape legend: t tokens, f width of an expert on this rank.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.tensor_parallel import scatter_to_sequence_parallel_region
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, scatter_to_sequence_parallel_region
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
 from megatron.core.transformer.moe.router import TopKRouter
@@ -213,3 +217,56 @@ def move_biases(found: Sequence[Router]) -> None:
         if rate := router.settings.bias_update_rate:
             load = router.load.double()
             router.expert_bias += rate * torch.sign(load.mean() - load).to(router.expert_bias)
+
+
+ALPHA, LIMIT = 1.702, 7.0
+"""``swiglu_alpha`` and ``swiglu_limit`` of config.json; the architecture table accepts no other values."""
+
+
+def clamped_swiglu(x: torch.Tensor) -> torch.Tensor:
+    """[t, 2f], with gate and up alternating -> [t, f]."""
+    gate, up = x[..., ::2].clamp(max=LIMIT), x[..., 1::2].clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * ALPHA))
+
+
+class PairedLinear(ColumnParallelLinear):  # type: ignore[misc]
+    """An expert's first linear layer, with two rows for each output of the activation."""
+
+    def __init__(self, input_size: int, output_size: int, **arguments: Any) -> None:
+        super().__init__(input_size, 2 * output_size, **arguments)
+
+
+class BiasedOnce(RowParallelLinear):  # type: ignore[misc]
+    """An expert's second linear layer; only the first of the ranks that share an expert adds the bias."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        # Each rank has the bias's whole gradient (``_OnFirst``), so it is not summed over ranks.
+        self.bias.sequence_parallel = False
+        # With etp = 1 a rank has whole experts, and counts their biases in the gradient norm.
+        self.bias.tensor_model_parallel = parallel_state.get_expert_tensor_parallel_world_size() == 1
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[t, f] -> (this rank's share of the output, its share of the bias)."""
+        out, bias = super().forward(x)
+        out = out if self.explicit_expert_comm else out.clone()  # Megatron adds in place, and this tensor is a view
+        return out, _OnFirst.apply(bias, parallel_state.get_expert_tensor_parallel_rank() == 0)
+
+
+class _OnFirst(torch.autograd.Function):
+    """Return the bias on the first rank and zeros on the others; every rank gets the whole gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, bias: torch.Tensor, is_first: bool) -> torch.Tensor:
+        return bias.clone() if is_first else torch.zeros_like(bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        return grad, None
+
+
+def pair(block: Any) -> None:
+    """Put these layers into the experts of a TransformerBlockSubmodules."""
+    for layer in block.layer_specs:
+        if (moe := submodules_of(layer.submodules.mlp, MoELayer)) is not None:
+            moe.experts.submodules.linear_fc1, moe.experts.submodules.linear_fc2 = PairedLinear, BiasedOnce

@@ -1,27 +1,169 @@
-"""Output of a run for users: log lines, progress bars, metrics and the timeline."""
+"""Facts and progress of a trainer rank's run, decisions that ranks take together, and output for users."""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self, TypeVar
 
 import psutil
+import torch
+import torch.distributed as dist
 from tqdm import tqdm
 
 from megarl.buffer.store import NOTHING_USED, Store, Used
 from megarl.buffer.store.engines import BusyTime
 from megarl.config import Config, to_dict
-from megarl.core.jobs import ProcessKind
+from megarl.core.errors import JobError, MegarlError
+from megarl.core.jobs import PROGRAM, TRAIN, ProcessKind
 from megarl.core.kept_batches import KeptBatch, forget_after, path_of
-from megarl.core.metrics import CONSOLE, DROPPED, MetricWriter, Timeline, console_line
+from megarl.core.metrics import CONSOLE, DROPPED, MetricWriter, Sums, Timeline, console_line
+from megarl.core.processes import heartbeat
 from megarl.core.text import Repeats
 from megarl.learn import algorithms
-from megarl.train.rank.state import RunContext, TrainState
+from megarl.tasks import recorded
 from megarl.train.tracking import RunInfo, open_trackers
+
+T = TypeVar("T")
+
+
+class Stopped(Exception):
+    """The job was asked to stop. Raised on every rank, with models and state unchanged. ``str``: an error since then,
+    if any."""
+
+
+class Ranks:
+    """Collectives over all ranks, and the request to stop. Every rank makes the same calls."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        """True if this rank was asked to stop; all ranks agree on ``stop_requested``."""
+
+    def stop_on_sigterm(self) -> None:
+        """Treat SIGTERM as a request to stop. SIGINT is ignored: the supervisor decides."""
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+    def _on_sigterm(self, number: int, frame: FrameType | None) -> None:
+        self.stopping = True
+
+    def stop_requested(self) -> bool:
+        """True on every rank if any rank has been asked to stop."""
+        return not self.agree(not self.stopping)
+
+    def agree(self, yes: bool) -> bool:
+        """True on all ranks if ``yes`` is True on all ranks."""
+        heartbeat.beat()
+        flag = torch.tensor([int(yes)])
+        dist.all_reduce(flag, dist.ReduceOp.MIN)
+        return bool(flag)
+
+    def gather(self, mine: Sequence[Sums]) -> list[Sums]:
+        """Return all ranks' metric sums, on every rank."""
+        everyone: list[list[Sums]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(everyone, list(mine))
+        return [sums for rank in everyone for sums in rank]
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank calls it."""
+        dist.barrier()
+
+
+def on_all_ranks(action: Callable[[], T]) -> T:
+    """Return the result of ``action`` here, once it has returned on every rank. Every rank calls it.
+
+    For checks of one rank's data: if only that rank raised, the others would fail on a lost connection.
+
+    A rank that failed raises its error. The others raise the first failed rank's error: a MegarlError as it is, another
+    exception as a JobError.
+    """
+    if not dist.is_initialized():
+        return action()
+    mine: Exception | None = None
+    fault: tuple[type[MegarlError], str] | None = None
+    try:
+        result = action()
+    except Exception as error:
+        mine = error
+        if isinstance(error, MegarlError):
+            fault = type(error), str(error)
+        else:
+            fault = JobError, f"{type(error).__name__} on another rank: {error}"
+    heartbeat.beat()
+    everyone: list[tuple[type[MegarlError], str] | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, fault)
+    if mine is not None:
+        raise mine
+    for met in everyone:
+        if met is not None:
+            raise met[0](met[1])
+    return result
+
+
+@dataclass(frozen=True)
+class RunContext:
+    """One trainer rank's place in its run."""
+
+    config: Config
+    run_dir: Path
+    attempt: int
+    """Number of this start of the job; stores and files reject an older one."""
+    rank: int
+    program: str = TRAIN
+
+    @classmethod
+    def of(cls, config: Config, rank: int) -> Self:
+        """Read this process's place from the environment that the supervisor set."""
+        program = os.environ.get(PROGRAM, TRAIN)
+        return cls(config, Path(config.run.dir), int(os.environ["MEGARL_ATTEMPT"]), rank, program)
+
+    @cached_property
+    def bad_rows(self) -> dict[str, frozenset[str]]:
+        """Split -> ids of the rows left out at the start of the run (``taskset.bad_rows``)."""
+        return recorded(self.config.taskset, self.run_dir)
+
+    def open_store(self) -> Store:
+        """Open the store; the supervisor has made its tables. Connects on first use: a job may have more ranks than a
+        database allows sessions."""
+        store = self.config.store
+        return Store(store.url, attempt=self.attempt, outage_s=store.outage_s, program=self.program, has_tables=True)
+
+
+WARM_START = "warm_start"
+
+
+@dataclass(frozen=True)
+class TrainState:
+    """Stored in a checkpoint's manifest, next to model and optimizer."""
+
+    phase: str = WARM_START
+    step: int = 0
+    """Completed steps of the phase."""
+    kl_coef: float | None = None
+    """Coefficient of the next step, if it adapts; None stands for ``algorithm.kl.coef``."""
+    rollbacks: int = 0
+    """Number of rollbacks after bad updates; a step's tasks and seeds depend on it."""
+    grad_norms: Mapping[str, list[float]] = field(default_factory=dict)
+    """Model -> gradient norms of its last updates, which define a spike."""
+
+    @property
+    def warming_up(self) -> bool:
+        """True in the warm start."""
+        return self.phase == WARM_START
+
+    @classmethod
+    def from_manifest(cls, saved: Mapping[str, Any]) -> TrainState:
+        """Read a manifest; missing fields have their values at the start of a run."""
+        return cls(**{name.name: saved[name.name] for name in fields(cls) if name.name in saved})
+
 
 SILENCE_S = 40.0
 """An explorer counts as ended this many seconds after its last report; it reports at least every 10 s."""

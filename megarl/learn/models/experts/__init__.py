@@ -1,1 +1,0 @@
-"""Expert routers, and the replay of an engine's expert choices."""

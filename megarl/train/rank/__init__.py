@@ -1,1 +1,0 @@
-"""A trainer rank: its place, its state, agreement with other ranks, reports."""
