@@ -44,7 +44,7 @@ LIMITED = {
         "rollout.agent_timeout_s",
     ),
     "train/sync/look.EngineLook._faults: with ThreadPoolExecutor": "look.ANSWER_S",
-    "explore/explorer/clocks.EngineTime.keep: self._changed.wait": "10 s",
+    "explore/explorer/claimed.EngineTime.keep: self._changed.wait": "10 s",
     "explore/explorer/explorer.Explorer._finish: self._writer.put": "store.outage_s",
     "sandbox/local.is_over: link.recv": "no wait: not blocking",
     "core/processes/fork.Forked.poll: os.waitpid": "no wait: WNOHANG",
@@ -52,8 +52,8 @@ LIMITED = {
     "core/processes/fork.ForkServer.close: self._process.wait": "SIGKILL before it",
     "core/processes/fork.ForkServer.fork: self._requests.recv": "fork.START_S, set for the socket",
     "core/processes/fork.serve: os.waitpid": "a process that only forks another",
-    "explore/environments/episode.Episode.step: self._made.result": "no wait: the environment was made",
-    "explore/environments/episode.Episode.end: self._made.result": "no wait: the environment was made",
+    "explore/environments/types.Episode.step: self._made.result": "no wait: the environment was made",
+    "explore/environments/types.Episode.end: self._made.result": "no wait: the environment was made",
     "explore/environments/harbor_inside.Output.read: select.select": "harbor_inside.WATCH_S",
     "explore/environments/harbor_inside.main: link.readline": "the other side's life: its end is an end of file",
     "explore/environments/harbor_inside.reap: os.waitpid": "SIGKILL before it, or WNOHANG",
@@ -61,7 +61,7 @@ LIMITED = {
     "explore/environments/harbor.HarborSandbox.__init__: STARTER.submit(self._start, inside).result": "a fork",
     "explore/environments/harbor.HarborSandbox._ask: self._lines.readline": "the socket's timeout",
     "explore/environments/harbor.HarborSandbox.close: self.process.wait": "SIGKILL before it",
-    "explore/environments/episode.Episode.close: made.result": "no wait: the environment was made",
+    "explore/environments/types.Episode.close: made.result": "no wait: the environment was made",
     "explore/environments/openenv.Connection.ask: self._messages.get": "rollout.environment_timeout_s, after which "
     "kill closes the connection",
     "explore/environments/openenv.Connections.run: asyncio.run_coroutine_threadsafe(work, self._loop).result": "rollout"
@@ -75,15 +75,15 @@ LIMITED = {
     "explore/environments/verifiers_server.serve_episode.take: reader.readline": "the episode's: its end is an end of "
     "file, or SIGKILL",
     "explore/environments/verifiers_server.opening_of: first.result": "no wait: a future of asyncio that is done",
-    "explore/environments/episode._close: made.result": "no wait: the environment was made",
+    "explore/environments/types._close: made.result": "no wait: the environment was made",
     "tasks/image_processor._faults: pool.shutdown": "images whose decoding has begun",
     "run/start._end: logging.shutdown": "no wait: flushes the handlers",
     "explore/explorer/trajectories._run: work.result": "no wait: the workflow has ended",
     "weights/checkpoint/training/manifest._digested: with ThreadPoolExecutor": "looks at the stop request after "
     "every 4 MiB",
-    "weights/checkpoint/convert/stream.each: future.result": "`megarl convert`, a command of a person: it has "
+    "weights/checkpoint/convert/open_checkpoint.each: future.result": "`megarl convert`, a command of a person: it has "
     "completed by then",
-    "weights/checkpoint/convert/stream.each: pool.shutdown": "`megarl convert`: what runs ends at its next count "
+    "weights/checkpoint/convert/open_checkpoint.each: pool.shutdown": "`megarl convert`: what runs ends at its next count "
     "of bytes",
     "weights/checkpoint/training/save.Save.finish: part.results.put": "a queue without bound",
     "weights/checkpoint/training/save.Save.finish: self._pending.result": "Writer.answer: as long as the writer "
@@ -98,7 +98,7 @@ LIMITED = {
     "or is lost (cluster.heartbeat_s)",
     "run/nodes/remote.Gathering._let_in: self.door.accept": "a daemon thread; leaving the gathering shuts its socket",
     "run/run_dir/owner.next_attempt: fcntl.flock": "another head that counts: it reads and writes one line",
-    "train/rank/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
+    "train/ranks.Ranks.wait_for_all: dist.barrier": "a collective: groups.collective_timeout_s",
     "weights/checkpoint/training/rank_state._gathered: dist.recv": "groups.collective_timeout_s",
     "ops/linear._InForward.forward: gradients.result": "no wait: a sum of gradients",
     "ops/linear._Recompute.backward: gradients.result": "no wait: a sum of gradients",
