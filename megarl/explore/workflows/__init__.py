@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megarl.explore.recording.model import Workflow
 
 WORKFLOWS = ("single_turn", "reflect", "best_of_n")
-"""Names of ``rollout.workflow``, each a module here with a function of that name."""
+"""Names of ``rollout.workflow``, each a function in ``single_turn.py``."""
 
 __all__ = ["WORKFLOWS", "asks_verifier", "check", "check_template", "get", "opened"]
 
@@ -100,7 +100,7 @@ def get(rollout: RolloutConfig) -> Workflow:
         threads = EpisodeThreads(rollout.environment_threads, rollout.environment_timeout_s)
         return environment(environments.get(rollout.environment), threads)
     if name in WORKFLOWS:
-        own: Workflow = getattr(import_module(f"{__name__}.{name}"), name)
+        own: Workflow = getattr(import_module(f"{__name__}.single_turn"), name)
         return own
     if not name.endswith(".py"):
         raise ConfigError(
