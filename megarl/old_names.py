@@ -13,6 +13,7 @@ from types import ModuleType
 MOVED = {
     "megarl.core.config": "megarl.config",
     "megarl.core.phases": "megarl.learn.memory.phases",
+    "megarl.core.thoughts": "megarl.core.text",
     "megarl.engine": "megarl.engines",
     "megarl.explore.experience": "megarl.buffer.experience",
     "megarl.explore.order": "megarl.buffer.order",
@@ -22,6 +23,11 @@ MOVED = {
     "megarl.explore.tasksets": "megarl.tasks",
     "megarl.explore.tools": "megarl.tasks.tools",
     "megarl.learn.algorithms.grpo": "megarl.learn.algorithms.group_relative",
+    "megarl.train.batch.accounts": "megarl.train.batch.samples",
+    "megarl.train.rank.ranks": "megarl.train.ranks",
+    "megarl.train.rank.state": "megarl.train.ranks",
+    "megarl.train.rollout.awaited": "megarl.train.rollout.group_part",
+    "megarl.train.rollout.found": "megarl.train.rollout.group_part",
 }
 """Old name of a package or module that users' files import -> its current name."""
 

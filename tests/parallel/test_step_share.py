@@ -224,7 +224,7 @@ def step(rank: int, path: str, case: Case) -> dict[str, Any]:
     """Runs in each rank: the same step with its share and with all sequences; which results have other bits."""
     from megarl.learn.batching import micro_batches
     from megarl.train.batch.batch import filter_overlong
-    from megarl.train.parts.batches import kept_batch, put_together, taken
+    from megarl.train.batch.batch_file import kept_batch, put_together, taken
     from megarl.train.ranks import TrainState
     from megarl.train.update.gap import engine_gap
 

@@ -19,6 +19,7 @@ LOOKS = {
     "get_args",
     "get_vocab_size",
     "getattr",
+    "is_outline",
     "isinstance",
     "len",
     "max",

@@ -19,7 +19,7 @@ from megarl.rewards import compute_score
 from megarl.tasks import generate, read_preferences, read_rows, recipe, write_rows
 from megarl.tasks.generators.entries import Entry, identity
 from megarl.tasks.generators.generate import SPLITS
-from megarl.tasks.generators.school import COLORS, OPTIONS, PAPER, shapes
+from megarl.tasks.generators.school import COLORS, PAPER, PICTURE_OPTIONS, shapes
 
 SIZES = {"train": 120, "eval": 60, "warm_start": 120, "expert": 40}
 SOURCES = {"vision/count", "vision/choice", "vision/anls"}
@@ -32,7 +32,7 @@ def write(folder: Path, seed: int = 3, **options: int) -> dict[str, list[Any]]:
 
 
 def drawn(number: int, /, **options: int) -> list[Entry]:
-    entries = shapes(5, {**OPTIONS, **options})
+    entries = shapes(5, {**PICTURE_OPTIONS, **options})
     return [entry for entry in (next(entries) for _ in range(number)) if entry]
 
 
@@ -56,7 +56,7 @@ def test_files_hold_the_pictures_and_no_held_out_question_about_the_same_one(tmp
         assert {row.data_source for row in rows} == SOURCES
         for row in rows:
             assert row.prompt[0]["content"].count("<image>") == 1 and len(row.images) == 1
-            assert Image.open(io.BytesIO(row.images[0])).size == (OPTIONS["size"],) * 2
+            assert Image.open(io.BytesIO(row.images[0])).size == (PICTURE_OPTIONS["size"],) * 2
         asked[split] = {identity(row.prompt[0]["content"], row.images) for row in rows}
         assert len(asked[split]) == len(rows), "each question about a picture once"
         questions = {row.prompt[0]["content"] for row in rows}

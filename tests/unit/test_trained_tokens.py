@@ -26,7 +26,7 @@ from megarl.run.checks.settings import check_rows_of_files
 from megarl.run.data.open_run import StoredRun
 from megarl.run.data.trained_tokens import TRAINED, TrainedTokens, count_trained
 from megarl.train.batch.batch import StepBatch, filter_overlong, make_batch
-from megarl.train.parts.batches import put_together, taken
+from megarl.train.batch.batch_file import put_together, taken
 from tests.stores import make_task
 
 VERSION = WeightsVersion(1, 1)

@@ -83,8 +83,8 @@ LIMITED = {
     "every 4 MiB",
     "weights/checkpoint/convert/open_checkpoint.each: future.result": "`megarl convert`, a command of a person: it has "
     "completed by then",
-    "weights/checkpoint/convert/open_checkpoint.each: pool.shutdown": "`megarl convert`: what runs ends at its next count "
-    "of bytes",
+    "weights/checkpoint/convert/open_checkpoint.each: pool.shutdown": "`megarl convert`: what runs ends at its next "
+    "count of bytes",
     "weights/checkpoint/training/save.Save.finish: part.results.put": "a queue without bound",
     "weights/checkpoint/training/save.Save.finish: self._pending.result": "Writer.answer: as long as the writer "
     "writes; the watchdog ends a stall (cluster.stall_s)",
