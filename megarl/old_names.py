@@ -30,6 +30,8 @@ MOVED = {
     "megarl.train.rollout.found": "megarl.train.rollout.group_part",
 }
 """Old name of a package or module that users' files import -> its current name."""
+GONE = ("megarl.train.rank",)
+"""Packages of old names that have no module of their own any more."""
 
 
 def name_now(name: str) -> str | None:
@@ -48,8 +50,9 @@ class OldNames(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return the spec of a moved module; None for every other name."""
-        return None if name_now(fullname) is None else ModuleSpec(fullname, self, is_package=True)
+        """Return the spec of a moved module or its package; None for every other name."""
+        known = fullname in GONE or name_now(fullname) is not None
+        return ModuleSpec(fullname, self, is_package=True) if known else None
 
     def create_module(self, spec: ModuleSpec) -> None:
         """Return None: the import system makes an empty module, which ``exec_module`` replaces."""
@@ -59,7 +62,8 @@ class OldNames(MetaPathFinder, Loader):
         missing."""
         old = module.__name__
         now = name_now(old)
-        assert now is not None
+        if now is None:  # a package without modules of its own
+            return
         if old in MOVED:  # modules below it do not warn again
             warnings.warn(f"{old} is {now} now; change the import", FutureWarning, stacklevel=2)
         sys.modules[old] = importlib.import_module(now)
