@@ -200,6 +200,7 @@ def steps_of(config: Any, store: Any) -> Any:
     trainer.memory = SimpleNamespace(enter=lambda phase: None, phase=None)
     trainer.inference = Inference(config, trainer.algorithm, trainer.models, trainer.memory.enter)
     trainer.learner = Learner(config, trainer.algorithm, trainer.inference, updates, ranks)
+    trainer.learner.with_arrays = reader.with_arrays
     steps = OnlineSteps(trainer)
     steps.services = Services(**dict.fromkeys((field.name for field in fields(Services)), None) | given)
     return steps

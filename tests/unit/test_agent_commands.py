@@ -137,7 +137,7 @@ def test_an_agent_of_a_file_reaches_the_endpoint_beside_a_proxy(tmp_path: Path) 
     (tmp_path / "agent.py").write_text("async def run(base_url, prompt, request_kwargs, metadata): ...")
     source = (
         "import sys, urllib.request as r; from megarl.config.schema import RolloutConfig; "
-        "from megarl.explore.agents import runner; runner.load(RolloutConfig(agent=sys.argv[1])); "
+        "from megarl.explore.agents import program; program.load(RolloutConfig(agent=sys.argv[1])); "
         "print(r.proxy_bypass('127.0.0.1'), r.proxy_bypass('example.org'))"
     )
     env = {**os.environ, "HTTP_PROXY": "http://127.0.0.1:9", "no_proxy": "intranet"}

@@ -23,7 +23,7 @@ LAUNCHER = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 from megarl.core.jobs import ProcessKind
-from megarl.run.process import forkserver
+from megarl.run.process import process as forkserver
 from megarl.core.processes.fork import Forked
 from megarl.run.process.process import ForkServers
 from megarl.run.process.process import Child

@@ -18,7 +18,7 @@ from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
 from vllm.lora.model_manager import LRUCacheLoRAModelManager
 
 from megarl.core.errors import WeightsDiffer, WeightSyncError, first_of
-from megarl.engines.sync.plugin import ADAPTER, of_zeros
+from megarl.engines.sync.one_adapter import ADAPTER, of_zeros
 from megarl.engines.sync.writer import SliceWriter
 from megarl.weights.reshard.adapters import beside, is_adapter, local_name
 from megarl.weights.reshard.layout import Layout
