@@ -262,7 +262,7 @@ def preferences(run_dir: Path, seed: Sequence[str]) -> Path:
     """A supervised warm start, then DPO, whose fifth update has a NaN on one rank; the job rolls back."""
     folder = run_dir.parent
     algorithm = folder / "spoiled.py"
-    spoiled = ALGORITHM.replace("sft import SFT", "dpo import DPO").replace("SFT", "DPO")
+    spoiled = ALGORITHM.replace("supervised import SFT", "pairs import DPO").replace("SFT", "DPO")
     algorithm.write_text(spoiled.replace('os.environ.get("SPOILED", "0")', '"5"'))
     rows = [f"taskset.train={write_pairs(folder / 'train.jsonl', 200, 1)}"]
     rows += [f"taskset.eval={write_pairs(folder / 'eval.jsonl', 40, 2)}"]
