@@ -1,7 +1,5 @@
-"""Names of settings in other libraries, for the error about an unknown setting.
-
-verl's full names are in ``hints.py``.
-"""
+"""Names of settings in other libraries, for the error about an unknown setting: ``VERL`` has verl's full names,
+``PEERS`` last words of names."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def search(work: StepWork, gpus: int, device: Device, name: str, ahead: int = 0,
         return sorted(found, key=lambda one: one.step_s)
     for plan in trainers(work, gpus, device, name, True):
         for tp, number in engines(work, gpus, device):
-            transport = transport_in_turns(plan.grid, tp, node) if device.backend == "nccl" else "gloo"
+            transport = transport_in_turns(device, plan.grid, tp, node)
             turns = replace(plan, engine_tp=tp, replicas=number, transport=transport)
             found.append(predict(work, turns, device))
     unit = node if gpus > 4 * node else max(1, node // 2)
@@ -106,11 +106,11 @@ def search(work: StepWork, gpus: int, device: Device, name: str, ahead: int = 0,
     return sorted((one for one in found if one.step_s < math.inf), key=lambda one: one.step_s)
 
 
-def transport_in_turns(grid: ParallelConfig, tp: int, node: int) -> str:
+def transport_in_turns(device: Device, grid: ParallelConfig, tp: int, node: int) -> str:
     """Return the transport of engines that share GPUs with the trainer: GPU memory within a node, else gloo.
     NCCL between processes that share their GPUs with others was never run."""
     copy = grid.pp * max(grid.tp * grid.cp, grid.ep * grid.expert_tp)
-    return "nccl" if max(copy, tp) <= node else "gloo"
+    return device.backend if max(copy, tp) <= node else "gloo"
 
 
 def ties(found: list[Prediction]) -> list[Prediction]:

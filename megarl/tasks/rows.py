@@ -1,16 +1,14 @@
-"""Rows of tasks in verl's form or of other projects, and rows of preferences in TRL's form.
-
-``rows.py`` brings those of other forms into it.
+"""Rows of tasks in verl's form (``data_source, prompt, ability, reward_model{style, ground_truth}, extra_info``) or
+of other projects, whose rows are brought into it; and rows of preferences in TRL's form.
 
 A demonstration is a prompt with its answer: ``prompt`` and ``response`` (TRL: ``completion``), or ``messages`` whose
 last one is the assistant's. A text is the answer as the model is to write it; a message is rendered by the model's chat
 template. A row may have ``tools``, ``enable_thinking`` and ``chat_template_kwargs`` (``tasks/templates/messages.py``).
 Either may have ``images`` (``tasks/image_rows.py``).
 
-ShareGPT's and HH-RLHF's forms are converted to it (``forms.py``).
-
-Answers are texts, or chat messages that end with the assistant's. Messages before it repeat the prompt, and may replace
-it.
+A preference has ``prompt, chosen, rejected``, optionally ``margin, data_source, extra_info``; ShareGPT's and HH-RLHF's
+forms are converted to it. Answers are texts, or chat messages that end with the assistant's. Messages before it repeat
+the prompt, and may replace it.
 """
 
 from __future__ import annotations

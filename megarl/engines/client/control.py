@@ -43,7 +43,7 @@ class EngineState:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Tokens that an engine has drafted since its start, and those of them that the model accepted."""
+    """Tokens that an engine has drafted since its start; ``accepted``: as many as the model has kept."""
 
     drafted: int = 0
     accepted: int = 0

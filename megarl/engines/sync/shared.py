@@ -1,9 +1,10 @@
-"""Weights for an engine worker on the trainer rank's own machine: memory of buckets, shared between processes.
+"""Weights for an engine worker on the trainer rank's own machine: in shared buckets instead of a socket.
 
-In both cases the sender makes a bucket and its name: a few bytes with which another process opens it.
+The buckets' memory is a file in host memory, or GPU memory. In both cases the sender makes a bucket and its name: a few
+bytes with which another process opens it.
 
-A receiver on the same machine opens the sender's two buckets (``shared.py``) and unpacks from them, so it needs
-no buckets. The socket transports only "written" and "read", in the order of the messages.
+A receiver on the same machine opens the sender's two buckets and unpacks from them, so it needs no buckets. The socket
+transports only "written" and "read", in the order of the messages.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ PPO = Algorithm(
     estimate=generalised,
     shares=True,
 )
-"""The critic's loss: ``token_returns.py`` on R."""
+"""The critic's loss: ``critic_loss`` on R = A + V."""
 REINFORCE_PP = Algorithm(
     name="reinforce_pp",
     source="REINFORCE++, arXiv 2501.03262",

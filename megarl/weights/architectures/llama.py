@@ -1,7 +1,4 @@
-"""Tables of dense families with Llama's layers or close to them: Llama, Mistral and Mixtral, OLMo, EXAONE 4, Gemma 3.
-
-Source: ``transformers/models/gemma3/modeling_gemma3.py``.
-"""
+"""Tables of families with Llama's layers or close to them: Llama, Mistral and Mixtral, OLMo, EXAONE 4, Gemma 3."""
 
 from __future__ import annotations
 
@@ -182,6 +179,8 @@ EXAONE4 = Architecture(
 )
 
 
+# Gemma 3, text: (1 + weight) norms before and after attention and MLP, and on each query and key head. Source:
+# ``transformers/models/gemma3/modeling_gemma3.py``.
 GEMMA3_TEXT = Architecture(
     name="gemma3_text",
     models="Gemma 3 (270M, 1B, text)",

@@ -1,10 +1,11 @@
 """Loss of sampled tokens, its metrics, and the off-policy correction between sampling engine and trainer.
 
-r_t = exp(old_logp_t − engine_logp_t), C = ``correction_cap``
+Loss: Σ_t w_t·(v_t·surrogate_t + kl.coef·KL_t − entropy_coef·H_t), w_t by ``aggregation`` (``reduction.py``), v_t by
+``correction``, KL and entropy by ``ops/policy.py``.
+
+Correction v_t, with r_t = exp(old_logp_t − engine_logp_t), C = ``correction_cap``:
 truncate: min(r, C), truncated importance sampling
 mask: r, and 0 outside [1/C, C]; such tokens stay in the denominator and keep their KL and entropy terms
-
-w_t by ``aggregation`` (``terms.py``), v_t by ``correction`` (``surrogate.py``), KL and entropy by ``ops/policy.py``.
 """
 
 from __future__ import annotations
