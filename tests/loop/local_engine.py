@@ -39,9 +39,9 @@ class LocalEngine:
         )
         adapters: dict[str, Any] = {}
         if lora is not None:
-            from megarl.engines.sync import plugin
+            from megarl.engines.sync import one_adapter
 
-            plugin.install()
+            one_adapter.install()
             _, _, max_loras, _, largest, _, *layers = adapter_options(str(path), lora)
             adapters = {"enable_lora": True, "max_loras": int(max_loras), "max_lora_rank": int(largest)}
             adapters["lora_target_modules"] = layers

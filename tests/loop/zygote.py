@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -124,6 +125,9 @@ def _run() -> None:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             try:
                 _serve(*json.loads(line))
+            except BaseException:
+                traceback.print_exc()
+                raise
             finally:
                 os._exit(1)
         print(pid, flush=True)
