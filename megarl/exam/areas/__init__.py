@@ -1,0 +1,1 @@
+"""Faults by what they break; each file has a table ``FAULTS``."""
