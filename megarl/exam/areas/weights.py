@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-
 from megarl.exam.fault import Fault
-
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
