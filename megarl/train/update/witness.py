@@ -49,8 +49,9 @@ class Witness:
         self._denominator = plain.denominator(config, of_step[numbers], [trajectories[i] for i in numbers])
         self._share = sample_shares(sequences)[0]
         row = torch.repeat_interleave(torch.arange(len(held)), held)
-        self._advantages = torch.zeros(len(sequences.tokens), dtype=torch.float64)
-        self._advantages[sequences.mask] = self._plain_advantages(batch, row)
+        self.advantages = torch.zeros(len(sequences.tokens), dtype=torch.float64)
+        """float64 [T], by the plain formulas; 0 outside the loss."""
+        self.advantages[sequences.mask] = self._plain_advantages(batch, row)
         self._of_loss = torch.zeros(2, dtype=torch.float64)
         """Loss, and the sum of its terms' sizes."""
         self._of_gradient = torch.zeros(2, dtype=torch.float64)
@@ -111,7 +112,7 @@ class Witness:
             row=kept.row,
             logp=logp,
             entropy=entropy,
-            advantages=self._advantages[kept.index],
+            advantages=self.advantages[kept.index],
             old_logp=logp if old is None else old,
             ref_logp=picked(sequences.ref_logp),
             engine_logp=picked(sequences.engine_logp),
@@ -133,7 +134,7 @@ class Witness:
         """
         sequences = self._sequences
         assert sequences.advantages is not None, "the step's advantages are estimated before its updates"
-        here = self._advantages[sequences.mask]
+        here = self.advantages[sequences.mask]
         apart = (sequences.advantages[sequences.mask].double() - here).abs()
         largest = torch.tensor([float(x.max()) if len(x) else 0.0 for x in (apart, here.abs())], dtype=torch.float64)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
