@@ -4,6 +4,7 @@ that differs from what was trained."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,14 +13,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.buffer.store import Selection
 from megarl.config import Config, load_resolved
 from megarl.core.errors import ConfigError
 from megarl.core.kept_batches import KeptBatch, KeptValues, kept_steps, path_of, values_path
 from megarl.core.metrics import records
 from megarl.learn import algorithms
-from megarl.run.data.open_run import table
+from megarl.run.data.open_run import stored_run, table
 from megarl.run.process import ports
-from megarl.run.report.data import located
+from megarl.run.report.data import located, store_url
 from megarl.weights.checkpoint.training.manifest import finished, steps_of
 
 if TYPE_CHECKING:
@@ -46,13 +48,15 @@ def replay(run_dir: Path, step: int, *, weights: Path | None = None, same_grid: 
             f"{run_dir} has not kept step {step}; kept are {kept_steps(run_dir) or 'none'}: train with "
             "trainer.keep_batches=true"
         )
+    values = KeptValues.read(values_path(run_dir, step))
+    rewards = _rewards(config, run_dir, values)
     task = json.dumps([str(run_dir), step, str(checkpoint), same_grid, recorded[step]])
     if same_grid:
-        stages = _on_grid(task, config.parallel.world_size)
+        stages = rewards + _on_grid(task, config.parallel.world_size)
     else:
         [port] = ports.choose("127.0.0.1", 1, None)
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-        stages = _stages(task)
+        stages = rewards + _stages(task)
     rows = [[s.name, f"{s.difference:.2e}", f"{s.bound:.0e}", "DIFFERS" if s.differs else "", s.where] for s in stages]
     sys.stdout.write(table([["stage", "difference", "bound", "", "largest"], *rows]) + "\n")
     first = next((stage for stage in stages if stage.differs), None)
@@ -87,6 +91,25 @@ def _checkpoint_before(run_dir: Path, step: int, recorded: Mapping[int, object])
             "there: give --weights, or train with trainer.checkpoint_interval=1 and trainer.keep_checkpoints"
         )
     return known[step - 1]
+
+
+def _rewards(config: Config, run_dir: Path, values: KeptValues) -> list[Stage]:
+    """Compare the step's rewards with the verdicts in the store; [] without a store, or if the trainer changes rewards."""
+    from megarl.train.replay import Stage
+
+    if config.reward_model.path is not None or config.buffer.operators or store_url(config, run_dir) is None:
+        return []
+    of_step = list(zip(values.response_groups.tolist(), values.response_indices.tolist(), strict=True))
+    with stored_run(run_dir, Selection()) as run:
+        members = run.store.selection.members(list(dict.fromkeys(group for group, _ in of_step)))
+    stored = {(one.group_id, one.index): one.reward.score for one in members}
+    apart = [
+        abs(stored[key] - reward) if key in stored else math.inf
+        for key, reward in zip(of_step, values.rewards.tolist(), strict=True)
+    ]
+    at = max(range(len(apart)), key=apart.__getitem__)
+    group, index = of_step[at]
+    return [Stage("rewards", apart[at], 0.0, f"response {index} of group {group}")]
 
 
 def _stages(task: str) -> list[Stage]:

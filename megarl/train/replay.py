@@ -177,7 +177,7 @@ class Replay:
                 text = f"{name}: {again[name]:.9g} here, {recorded[name]:.9g} trained"
                 found.append(Stage(stage, own[name], self._bound(usual), text))
             if (formula := again.get(f"check/{stage}")) is not None:
-                found.append(Stage(stage, formula, 10 * usual, f"by plain formulas: check/{stage}"))
+                found.append(Stage(f"{stage}, by plain formulas", formula, 10 * usual, f"check/{stage}"))
         return found
 
     def _stage(self, name: str, apart: torch.Tensor, bound: float) -> Stage:
