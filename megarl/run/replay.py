@@ -94,7 +94,7 @@ def _checkpoint_before(run_dir: Path, step: int, recorded: Mapping[int, object])
 
 
 def _rewards(config: Config, run_dir: Path, values: KeptValues) -> list[Stage]:
-    """Compare the step's rewards with the verdicts in the store; [] without a store, or if the trainer changes rewards."""
+    """Compare the step's rewards with the store's verdicts; [] without a store, or if the trainer changes rewards."""
     from megarl.train.replay import Stage
 
     if config.reward_model.path is not None or config.buffer.operators or store_url(config, run_dir) is None:
