@@ -125,12 +125,11 @@ class Replay:
         trained = sequences.advantages
         if trained is None:
             return []
+        self._learner.estimate(self._state, batch)  # of a critic's job also the returns
+        assert sequences.advantages is not None
+        here, sequences.advantages = sequences.advantages.double(), trained
         if plain.covers(settings):
             here = Witness(batch, settings, unchanged=False).advantages
-        else:
-            self._learner.estimate(self._state, batch)
-            assert sequences.advantages is not None
-            here, sequences.advantages = sequences.advantages.double(), trained
         size = max(1.0, float(here.abs().max()))
         return [self._stage("advantages", (here - trained.double()).abs() / size, RELATIVE["float32"])]
 
