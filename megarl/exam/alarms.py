@@ -29,9 +29,9 @@ STEPS: dict[str, str] = {
     "untrained": "An update changed none of the tensors that are trained: compare what is frozen with model.lora.",
     "stale-keys": "Tokens sampled after a sync in the middle of a response are far from the trainer's log-probs: the "
     "engine goes on with keys and values of old weights; look at sync.pause and the reset of running requests.",
-    "surprise": "Sampled tokens are likelier, or less likely, than tokens drawn from the reported log-probs' distribution "
-    "would be: something else than rollout.temperature (top-p, top-k, a penalty) takes part in sampling.",
-    "equal-samples": "Samples of a group are equal far more often than their probabilities allow: their seeds are equal.",
+    "surprise": "Sampled tokens are likelier, or less likely, than the reported log-probs allow: something else than "
+    "rollout.temperature (top-p, top-k, a penalty) takes part in sampling.",
+    "equal-samples": "Samples of a group are equal more often than their probabilities allow: seeds are equal.",
     "no-end": "A response that stopped does not end with an end token: it was dropped, and stopping is not trained.",
     "past-end": "A response goes on after an end token: the engine does not know the model's end tokens.",
     "eval-weights": "Held-out answers were sampled with other weights than the evaluated version.",

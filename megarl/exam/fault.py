@@ -65,3 +65,13 @@ def wrap(original: FunctionType, around: Callable[..., Any]) -> None:
         return around(original, *args, **kwargs)
 
     replace(original, wrapped)
+
+
+def wrap_in(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function of a library's module or class by ``around(original, *args, **kwargs)``."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
