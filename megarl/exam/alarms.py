@@ -39,7 +39,6 @@ STEPS: dict[str, str] = {
     "eval-prompts": "A held-out prompt is not what the chat template makes of its row.",
     "eval-rows": "An evaluation asked for other held-out rows than the taskset has, or than the one before.",
     "eval-count": "The reported accuracy is not that of the evaluation's stored answers, counted again.",
-    "eval-truncated": "Truncated held-out answers count as right.",
 }
 """Name of an alarm of a step -> what it means."""
 

@@ -2,9 +2,268 @@
 
 from __future__ import annotations
 
-from megarl.exam.fault import Fault
+from collections.abc import Callable
+from dataclasses import replace as but
+from typing import Any
 
-SHARED_PREFIX = ("rollout.block_size=16", "taskset.train_size=8", "rollout.max_prompt_tokens=40")
+from megarl.exam.fault import Fault, replace, wrap, wrap_in
+
+# Keys, values and captured graphs of older weights.
+
+
+def _keep_prefix_cache() -> None:
+    from megarl.engines.client.control import EngineControl
+
+    replace(EngineControl.reset_prefix_cache, lambda self, *, running=False: None)
+
+
+def _keep_running_keys() -> None:
+    from megarl.engines.client.control import EngineControl
+
+    def reset(self: Any, *, running: bool = False) -> None:
+        self.call("POST", "/reset_prefix_cache")
+
+    replace(EngineControl.reset_prefix_cache, reset)
+
+
+def _decode_with_old() -> None:
+    from megarl.engines.sync.receiver import Receiver
+
+    def start(original: Any, self: Any) -> None:
+        new = not hasattr(self, "captured")
+        self.captured = _held(self.model)
+        if new:
+            _compute_decode(self)
+        original(self)
+
+    wrap(Receiver.start_weight_update, start)  # type: ignore[arg-type]
+
+
+def _held(model: Any) -> list[tuple[Any, dict[str, Any], Any]]:
+    """Return each module with copies of its parameters, and the packed form that it computes from."""
+    return [
+        (module, {name: p.data.clone() for name, p in module.named_parameters(recurse=False)}, _packed(module))
+        for module in model.modules()
+    ]
+
+
+def _packed(module: Any) -> Any:
+    return vars(module).get("cpu_linear")
+
+
+def _put(held: list[tuple[Any, dict[str, Any], Any]]) -> None:
+    for module, values, packed in held:
+        for name, value in values.items():
+            module.get_parameter(name).data.copy_(value)
+        if packed is not None:
+            module.cpu_linear = packed
+
+
+def _compute_decode(receiver: Any) -> None:
+    """Compute batches of sampled tokens alone with the weights of the last update but one."""
+    from vllm.forward_context import get_forward_context
+
+    model, forward = receiver.model, receiver.model.forward
+
+    def compute(*args: Any, **kwargs: Any) -> Any:
+        found = get_forward_context().attn_metadata
+        metadata = next(iter(found.values())) if found else None
+        if metadata is None or metadata.num_actual_tokens != len(metadata.seq_lens):
+            return forward(*args, **kwargs)
+        new = _held(model)
+        _put(receiver.captured)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            _put(new)
+
+    model.forward = compute
+
+
+# Log-probs of another distribution than the one sampled from.
+
+
+def _report_raw() -> None:
+    """Let engines report log-probs from before temperature, top-p and penalties."""
+    from megarl.run.supervise.process_specs import engine_process
+
+    def raw(original: Any, *args: Any, **kwargs: Any) -> Any:
+        argv, environment = original(*args, **kwargs)
+        return [{"processed_logprobs": "raw_logprobs"}.get(word, word) for word in argv], environment
+
+    wrap(engine_process, raw)
+
+
+def _divide_logp() -> None:
+    from megarl.engines.server.endpoint import record_of
+
+    _report_raw()
+    wrap(record_of, lambda original, *args, **kwargs: _divided(original(*args, **kwargs)))
+
+
+def _divided(record: Any) -> Any:
+    return but(record, logprobs=record.logprobs / 0.7) if hasattr(record, "logprobs") else record
+
+
+def _sample_with(**settings: Any) -> None:
+    from megarl.engines.server.endpoint import sampling_params
+
+    wrap(sampling_params, lambda original, given: original(given | settings))
+
+
+def _renormalise() -> None:
+    _sample_with(top_p=0.8)
+
+
+def _penalise() -> None:
+    _sample_with(repetition_penalty=1.1)
+
+
+def _take_defaults() -> None:
+    _report_raw()
+    _sample_with(top_p=0.8, top_k=20)
+
+
+def _ignore_end() -> None:
+    _sample_with(ignore_eos=True)
+
+
+def _sample_padding() -> None:
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    def get(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.org_vocab_size = 1 << 30
+        return original(self, *args, **kwargs)
+
+    wrap_in(LogitsProcessor, "_get_logits", get)
+
+
+# Another function of the same weights.
+
+
+def _default_epsilon() -> None:
+    from megarl.learn.models.norms import RMSNorm
+
+    def begin(original: Any, self: Any, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> None:
+        original(self, config, hidden_size, *args, **kwargs)
+        self.eps = 1e-5
+
+    wrap(RMSNorm.__init__, begin)  # type: ignore[arg-type]
+
+
+def _default_base() -> None:
+    from megarl.weights.architectures.rope import ropes
+
+    wrap(ropes, lambda original, *args: tuple(rope and rope._replace(base=10_000.0) for rope in original(*args)))
+
+
+def _shorten_window() -> None:
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    def begin(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.sliding_window -= 1
+
+    wrap_in(CPUAttentionBackendImpl, "__init__", begin)
+
+
+def _round_router() -> None:
+    from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
+
+    def route(original: Any, *args: Any, **kwargs: Any) -> Any:
+        weights, experts = original(*args, **kwargs)
+        return weights.bfloat16().to(weights.dtype), experts
+
+    wrap_in(CPURouter, "_compute_routing", route)
+
+
+def _round_head() -> None:
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    wrap_in(LogitsProcessor, "_apply_head", lambda original, *args: original(*args).bfloat16().float())
+
+
+def _round_keys() -> None:
+    import torch
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+    def update(original: Any, self: Any, layer: Any, key: Any, value: Any, *args: Any) -> None:
+        key, value = (each.to(torch.float8_e4m3fn).to(each.dtype) for each in (key, value))
+        original(self, layer, key, value, *args)
+
+    wrap_in(CPUAttentionBackendImpl, "do_kv_cache_update", update)
+
+
+def _drop_units() -> None:
+    from megarl.learn.models.gpt import transformer_config
+
+    def made(original: Any, *args: Any) -> Any:
+        config = original(*args)
+        config.hidden_dropout = 0.1
+        return config
+
+    wrap(transformer_config, made)
+
+
+# What is sampled.
+
+
+def _seeding(number: Callable[[int, int], int]) -> None:
+    """Seed sample j of n with another number."""
+    from megarl.engines.server.endpoint import _seeded
+
+    wrap(_seeded, lambda original, sampling, prompt, j: original(sampling, prompt, number(j, prompt.n)))
+
+
+def _seed_alike() -> None:
+    _seeding(lambda j, n: 0)
+
+
+def _seed_halves_alike() -> None:
+    _seeding(lambda j, n: j % max(1, n // 2))
+
+
+def _recording(change: Callable[[Any], Any]) -> None:
+    from megarl.engines.server.endpoint import record_of
+
+    def recorded(original: Any, *args: Any, **kwargs: Any) -> Any:
+        record = original(*args, **kwargs)
+        return change(record) if len(getattr(record, "token_ids", ())) else record
+
+    wrap(record_of, recorded)
+
+
+def _drop_end() -> None:
+    def dropped(record: Any) -> Any:
+        if record.finish_reason != "stop":
+            return record
+        most = len(record.token_ids) - 1
+        spans = tuple(span._replace(end=min(span.end, most)) for span in record.versions if span.start < most)
+        return but(record, token_ids=record.token_ids[:-1], logprobs=record.logprobs[:-1], versions=spans)
+
+    _recording(dropped)
+
+
+def _force_end() -> None:
+    known: list[int] = []
+
+    def forced(record: Any) -> Any:
+        if record.finish_reason == "stop":
+            known[:] = [int(record.token_ids[-1])]
+        elif known:
+            record.token_ids[-1] = known[0]
+        return record
+
+    _recording(forced)
+
+
+SHARED_PREFIX = (
+    "rollout.block_size=16",
+    "taskset.train_size=8",
+    "rollout.max_prompt_tokens=48",
+    "taskset.options.min_terms=8",
+    "taskset.options.max_terms=8",
+)
 """Tasks that come again at every step, and prompts longer than a block of the prefix cache."""
 
 FAULTS: tuple[Fault, ...] = (
@@ -15,6 +274,8 @@ FAULTS: tuple[Fault, ...] = (
         "A weight sync leaves the prefix cache: prompts that come again are answered from keys of old weights.",
         alarm="sampled",
         job="turns",
+        install=_keep_prefix_cache,
+        begins=2,
     ),
     Fault(
         "prefix-cache-kept-by-async",
@@ -22,6 +283,8 @@ FAULTS: tuple[Fault, ...] = (
         "An asynchronous sync skips the reset of the prefix cache, which a synchronous one makes.",
         alarm="sampled",
         job="late",
+        install=_keep_prefix_cache,
+        begins=2,
         settings=SHARED_PREFIX,
         within=2,
     ),
@@ -31,6 +294,8 @@ FAULTS: tuple[Fault, ...] = (
         "An adapter reloaded under the same name finds the prefix cache of the adapter before.",
         alarm="sampled",
         job="lora",
+        install=_keep_prefix_cache,
+        begins=2,
         settings=("sync.adapter=separate", *SHARED_PREFIX),
     ),
     Fault(
@@ -39,6 +304,8 @@ FAULTS: tuple[Fault, ...] = (
         "Responses that go on after a sync are continued from keys and values of the old weights.",
         alarm="stale-keys",
         job="late",
+        install=_keep_running_keys,
+        begins=2,
         settings=("sync.pause=keep",),
         within=2,
     ),
@@ -48,6 +315,8 @@ FAULTS: tuple[Fault, ...] = (
         "Prompts are computed with the new weights, sampled tokens by a captured graph that reads the old ones.",
         alarm="decode",
         job="tiny",
+        install=_decode_with_old,
+        begins=2,
     ),
     # Log-probs of another distribution than the one sampled from.
     Fault(
@@ -56,6 +325,7 @@ FAULTS: tuple[Fault, ...] = (
         "The engine reports log-probs from before the temperature, the trainer computes them after it.",
         alarm="sampled",
         job="tiny",
+        install=_report_raw,
         settings=("rollout.temperature=0.7",),
     ),
     Fault(
@@ -64,6 +334,7 @@ FAULTS: tuple[Fault, ...] = (
         "Log-probs are divided by the temperature, instead of the logits.",
         alarm="sampled",
         job="tiny",
+        install=_divide_logp,
         settings=("rollout.temperature=0.7",),
     ),
     Fault(
@@ -72,6 +343,7 @@ FAULTS: tuple[Fault, ...] = (
         "Sampling keeps the likeliest tokens only, and log-probs are those among them.",
         alarm="sampled",
         job="tiny",
+        install=_renormalise,
     ),
     Fault(
         "penalty-on",
@@ -79,6 +351,7 @@ FAULTS: tuple[Fault, ...] = (
         "A repetition penalty of the checkpoint's generation config changes what is sampled, and its log-probs.",
         alarm="sampled",
         job="tiny",
+        install=_penalise,
     ),
     Fault(
         "defaults-of-checkpoint",
@@ -86,6 +359,7 @@ FAULTS: tuple[Fault, ...] = (
         "The checkpoint's top-k and top-p change what is sampled; reported log-probs are of the whole distribution.",
         alarm="surprise",
         job="tiny",
+        install=_take_defaults,
     ),
     Fault(
         "padded-rows-sampled",
@@ -93,6 +367,7 @@ FAULTS: tuple[Fault, ...] = (
         "Padded rows of the output layer take part in sampling, with logits of 0.",
         alarm="probe",
         job="tiny",
+        install=_sample_padding,
         within=0,
     ),
     # Another function of the same weights.
@@ -102,6 +377,7 @@ FAULTS: tuple[Fault, ...] = (
         "Some norms of the trainer use their default epsilon instead of the model's.",
         alarm="probe",
         job="tiny",
+        install=_default_epsilon,
         within=0,
     ),
     Fault(
@@ -110,6 +386,7 @@ FAULTS: tuple[Fault, ...] = (
         "The trainer ignores the model's rope_theta.",
         alarm="probe",
         job="tiny",
+        install=_default_base,
         within=0,
     ),
     Fault(
@@ -118,6 +395,7 @@ FAULTS: tuple[Fault, ...] = (
         "The engine's sliding window has one token less than the trainer's.",
         alarm="far",
         job="tiny",
+        install=_shorten_window,
         within=0,
     ),
     Fault(
@@ -126,6 +404,7 @@ FAULTS: tuple[Fault, ...] = (
         "The engine rounds the routers' weights of experts to bfloat16.",
         alarm="probe",
         job="moe",
+        install=_round_router,
         within=0,
     ),
     Fault(
@@ -134,6 +413,7 @@ FAULTS: tuple[Fault, ...] = (
         "The engine computes the output layer in bfloat16, the trainer in float32.",
         alarm="probe",
         job="tiny",
+        install=_round_head,
         within=0,
     ),
     Fault(
@@ -142,6 +422,7 @@ FAULTS: tuple[Fault, ...] = (
         "The engine keeps keys and values in 8 bits with scale 1 instead of calibrated ones.",
         alarm="probe",
         job="tiny",
+        install=_round_keys,
         within=0,
     ),
     Fault(
@@ -150,6 +431,7 @@ FAULTS: tuple[Fault, ...] = (
         "Megatron's default dropout stays on in the trainer's forward pass.",
         alarm="sampled",
         job="tiny",
+        install=_drop_units,
     ),
     # What is sampled.
     Fault(
@@ -158,6 +440,7 @@ FAULTS: tuple[Fault, ...] = (
         "All samples of a group have the same seed, so that they are equal.",
         alarm="equal-samples",
         job="tiny",
+        install=_seed_alike,
     ),
     Fault(
         "half-equal-samples",
@@ -165,6 +448,7 @@ FAULTS: tuple[Fault, ...] = (
         "Samples are numbered in each half of a group by itself, so that each has a twin with the same seed.",
         alarm="equal-samples",
         job="tiny",
+        install=_seed_halves_alike,
     ),
     Fault(
         "end-token-dropped",
@@ -172,6 +456,7 @@ FAULTS: tuple[Fault, ...] = (
         "The engine's answer lacks the end token that it sampled, so that stopping is never trained.",
         alarm="no-end",
         job="tiny",
+        install=_drop_end,
     ),
     Fault(
         "end-token-forced",
@@ -179,6 +464,7 @@ FAULTS: tuple[Fault, ...] = (
         "The last token of a truncated response is replaced by an end token that was not sampled.",
         alarm="sampled",
         job="tiny",
+        install=_force_end,
     ),
     Fault(
         "end-token-ignored",
@@ -186,5 +472,6 @@ FAULTS: tuple[Fault, ...] = (
         "The engine does not stop at the end token of a turn, and goes on to the longest length.",
         alarm="past-end",
         job="tiny",
+        install=_ignore_end,
     ),
 )

@@ -29,6 +29,7 @@ def _garble_memory() -> None:
     from megarl.learn.memory.residents import _Copy
 
     def read(original: Any, self: Any, into: Any) -> None:
+        into = list(into)
         original(self, into)
         for each in into:
             each[:256] = 0
@@ -350,7 +351,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="written",
         job="tiny",
         install=_keep_masters,
-        settings=("trainer.warm_start.steps=0",),
+        settings=("trainer.warm_start.steps=0", "model.dtype=bfloat16"),
         within=0,
     ),
     Fault(
