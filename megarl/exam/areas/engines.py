@@ -36,7 +36,7 @@ def _decode_with_old() -> None:
             _compute_decode(self)
         original(self)
 
-    wrap(Receiver.start_weight_update, start)  # type: ignore[arg-type]
+    wrap(Receiver.start_weight_update, start)
 
 
 def _held(model: Any) -> list[tuple[Any, dict[str, Any], Any]]:
@@ -84,14 +84,15 @@ def _compute_decode(receiver: Any) -> None:
 
 
 def _report_raw() -> None:
-    """Let engines report log-probs from before temperature, top-p and penalties."""
-    from megarl.run.supervise.process_specs import engine_process
+    """Let engines report log-probs from before temperature, top-p and top-k."""
+    from vllm.v1.sample.sampler import Sampler
 
-    def raw(original: Any, *args: Any, **kwargs: Any) -> Any:
-        argv, environment = original(*args, **kwargs)
-        return [{"processed_logprobs": "raw_logprobs"}.get(word, word) for word in argv], environment
+    def sample(original: Any, self: Any, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        before = logits.log_softmax(-1)
+        sampled, processed = original(self, logits, *args, **kwargs)
+        return sampled, None if processed is None else before
 
-    wrap(engine_process, raw)
+    wrap_in(Sampler, "sample", sample)
 
 
 def _divide_logp() -> None:
@@ -148,13 +149,13 @@ def _default_epsilon() -> None:
         original(self, config, hidden_size, *args, **kwargs)
         self.eps = 1e-5
 
-    wrap(RMSNorm.__init__, begin)  # type: ignore[arg-type]
+    wrap(RMSNorm.__init__, begin)
 
 
 def _default_base() -> None:
     from megarl.weights.architectures.rope import ropes
 
-    wrap(ropes, lambda original, *args: tuple(rope and rope._replace(base=10_000.0) for rope in original(*args)))
+    wrap(ropes, lambda original, *args: tuple(rope and rope._replace(base=500_000.0) for rope in original(*args)))
 
 
 def _shorten_window() -> None:
@@ -162,7 +163,7 @@ def _shorten_window() -> None:
 
     def begin(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.sliding_window -= 1
+        self.sliding_window = WINDOW
 
     wrap_in(CPUAttentionBackendImpl, "__init__", begin)
 
@@ -257,14 +258,18 @@ def _force_end() -> None:
     _recording(forced)
 
 
+LONG = ("model.from_scratch.max_position_embeddings=192",)
 SHARED_PREFIX = (
-    "rollout.block_size=16",
+    *LONG,
     "taskset.train_size=8",
-    "rollout.max_prompt_tokens=48",
-    "taskset.options.min_terms=8",
-    "taskset.options.max_terms=8",
+    "rollout.max_prompt_tokens=120",
+    "taskset.options.min_terms=14",
+    "taskset.options.max_terms=14",
 )
 """Tasks that come again at every step, and prompts longer than a block of the prefix cache."""
+
+WINDOW = 29
+"""One token less than the longest text that is probed."""
 
 FAULTS: tuple[Fault, ...] = (
     # Keys, values and captured graphs of older weights.
@@ -273,9 +278,10 @@ FAULTS: tuple[Fault, ...] = (
         "InternLM/lmdeploy#4917",
         "A weight sync leaves the prefix cache: prompts that come again are answered from keys of old weights.",
         alarm="sampled",
-        job="turns",
+        job="tiny",
         install=_keep_prefix_cache,
         begins=2,
+        settings=SHARED_PREFIX,
     ),
     Fault(
         "prefix-cache-kept-by-async",
@@ -306,7 +312,7 @@ FAULTS: tuple[Fault, ...] = (
         job="late",
         install=_keep_running_keys,
         begins=2,
-        settings=("sync.pause=keep",),
+        settings=("sync.pause=keep", "rollout.max_response_tokens=96", *LONG),
         within=2,
     ),
     Fault(
@@ -368,6 +374,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="probe",
         job="tiny",
         install=_sample_padding,
+        settings=("model.from_scratch.vocab_size=100",),
         within=0,
     ),
     # Another function of the same weights.
@@ -383,7 +390,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "rope-base",
         "sgl-project/SpecForge#265",
-        "The trainer ignores the model's rope_theta.",
+        "The trainer takes a default for the base of the rotary embedding, and ignores the model's rope_theta.",
         alarm="probe",
         job="tiny",
         install=_default_base,
@@ -392,7 +399,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "window-one-short",
         "vllm-project/vllm#3385",
-        "The engine's sliding window has one token less than the trainer's.",
+        "The engine attends to one token less than the trainer, where a text is as long as its window.",
         alarm="far",
         job="tiny",
         install=_shorten_window,

@@ -22,8 +22,8 @@ def _evaluate_before() -> None:
         known = getattr(self, "evaluates", False) and self.services.weights.version.n
         return {} if known else original(self, state, given)
 
-    wrap(OnlineSteps.evaluate, evaluate)  # type: ignore[arg-type]
-    wrap(OnlineSteps.publish, publish)  # type: ignore[arg-type]
+    wrap(OnlineSteps.evaluate, evaluate)
+    wrap(OnlineSteps.publish, publish)
 
 
 def _mix_weights() -> None:
@@ -64,7 +64,7 @@ def _repeat_system() -> None:
             found.prompt = but(found.prompt, token_ids=np.concatenate([ids[:2], ids]))
         return found
 
-    wrap(Explorer._group, group)  # type: ignore[arg-type]
+    wrap(Explorer._group, group)
 
 
 def _asking(chosen: Callable[[list[str], int], list[str]]) -> None:
@@ -75,7 +75,7 @@ def _asking(chosen: Callable[[list[str], int], list[str]]) -> None:
         self.__dict__["_tasks"] = chosen(self._store.tasks.ids("eval"), step)
         original(self, step, *args)
 
-    wrap(Evaluation.ask, ask)  # type: ignore[arg-type]
+    wrap(Evaluation.ask, ask)
 
 
 def _drop_last_batch() -> None:

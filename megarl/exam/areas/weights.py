@@ -34,7 +34,7 @@ def _garble_memory() -> None:
         for each in into:
             each[:256] = 0
 
-    wrap(_Copy.read, read)  # type: ignore[arg-type]
+    wrap(_Copy.read, read)
 
 
 def _send_reference() -> None:
@@ -44,7 +44,7 @@ def _send_reference() -> None:
         is_first = self.version.n == 1 and self.step > 0
         return self._models.reference.tensors if is_first else original(self, actor)
 
-    wrap(WeightSync._delivered, delivered)  # type: ignore[arg-type]
+    wrap(WeightSync._delivered, delivered)
 
 
 def _send_older() -> None:
@@ -60,7 +60,7 @@ def _send_older() -> None:
             sent = kept[-2:][0]
         return original(self, abort=abort, sent=sent)
 
-    wrap(WeightSync.send_version, send)  # type: ignore[arg-type]
+    wrap(WeightSync.send_version, send)
 
 
 def _train_base() -> None:
@@ -81,7 +81,7 @@ def _freeze_again(trains: Callable[[str, bool], bool]) -> None:
                 parameter.requires_grad = trains(name, parameter.requires_grad)
         return found
 
-    wrap(lora.freeze, freeze)  # type: ignore[arg-type]
+    wrap(lora.freeze, freeze)
 
 
 # What the trainer makes of it to send.
@@ -94,7 +94,7 @@ def _sending(change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
     def send(original: Any, plan: Any, rank: int, tensors: Any, *args: Any, **kwargs: Any) -> Any:
         return original(plan, rank, change(tensors), *args, **kwargs)
 
-    wrap(execute.send, send)  # type: ignore[arg-type]
+    wrap(execute.send, send)
 
 
 def _send_changed_elements() -> None:
@@ -160,7 +160,7 @@ def _separately(change: Callable[[Any, str, Any], Any]) -> None:
     """Send something else of separate adapters and of the model under them."""
     from megarl.weights.reshard.adapters import SeparateTensors
 
-    wrap(SeparateTensors.__getitem__, lambda original, self, name: change(self, name, original(self, name)))  # type: ignore[arg-type]
+    wrap(SeparateTensors.__getitem__, lambda original, self, name: change(self, name, original(self, name)))
 
 
 def _send_no_adapter() -> None:
@@ -180,7 +180,7 @@ def _merge_under_adapters() -> None:
 def _merging(change: Callable[[Any, Any, list[Any], Mapping[str, Any]], Any]) -> None:
     from megarl.weights.reshard import adapters
 
-    wrap(adapters.merged, lambda original, base, own, factors, *sign: change(original, base, own, factors))  # type: ignore[arg-type]
+    wrap(adapters.merged, lambda original, base, own, factors, *sign: change(original, base, own, factors))
 
 
 def _divide_by_rank() -> None:
@@ -224,7 +224,8 @@ def _exchange_halves() -> None:
 def _mark_bucket() -> None:
     import torch
 
-    from megarl.weights.reshard.execute import HEADER, Outgoing
+    from megarl.weights.reshard.buckets import HEADER
+    from megarl.weights.reshard.execute import Outgoing
 
     def pack(original: Any, self: Any, bucket: Any) -> Any:
         message = original(self, bucket)
@@ -232,18 +233,23 @@ def _mark_bucket() -> None:
             message[HEADER : HEADER + 4] = torch.tensor([0xAB, 0xDC, 0xEF, 0x88], dtype=torch.uint8)
         return message
 
-    wrap(Outgoing.pack, pack)  # type: ignore[arg-type]
+    wrap(Outgoing.pack, pack)
 
 
 def _reuse_bucket() -> None:
+    from megarl.weights.reshard.buckets import HEADER
     from megarl.weights.reshard.execute import Outgoing
 
-    def begin(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.buffers, self.works = self.buffers[:1], self.works[:1]
+    def pack(original: Any, self: Any, bucket: Any) -> Any:
+        message = original(self, bucket)
+        others = vars(self).setdefault("others", [])
+        elements = message[HEADER:]
+        others.append(elements.clone())
+        size = min(len(elements), len(others[0])) // 2
+        elements[:size] = others[0][:size]
+        return message
 
-    wrap(Outgoing.__init__, begin)  # type: ignore[arg-type]
-    wrap(Outgoing._wait, lambda original, self, turn: original(self, turn) if len(self.packed) > 3 else None)  # type: ignore[arg-type]
+    wrap(Outgoing.pack, pack)
 
 
 def _keeping(keeps: Callable[[Any], bool]) -> None:
@@ -286,7 +292,7 @@ def _transpose() -> None:
             module.weight.data.copy_(module.weight.data.t().clone())
         original(self, module)
 
-    wrap(SliceWriter.pack, pack)  # type: ignore[arg-type]
+    wrap(SliceWriter.pack, pack)
 
 
 def _keep_scales() -> None:
@@ -300,7 +306,7 @@ def _keep_scales() -> None:
             if hasattr(module, "weight_scale"):
                 module.weight_scale.data.copy_(first.setdefault(path, module.weight_scale.data.clone()))
 
-    wrap(SliceWriter.finish, finish)  # type: ignore[arg-type]
+    wrap(SliceWriter.finish, finish)
 
 
 def _copy_head() -> None:
@@ -333,7 +339,7 @@ def _restore_first() -> None:
                     module.cpu_linear = layer
         return found
 
-    wrap(HostSleeper.wake, wake)  # type: ignore[arg-type]
+    wrap(HostSleeper.wake, wake)
 
 
 def _apply_no_adapter() -> None:
@@ -532,7 +538,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "bucket-overwritten",
         "modelscope/ms-swift#10204",
-        "The sender reuses a bucket before the engine has read it: its first half is that of a later one.",
+        "The sender reuses a bucket before the engine has read it: its first half is another message's.",
         alarm="digest",
         job="tiny",
         install=_reuse_bucket,
@@ -584,7 +590,7 @@ FAULTS: tuple[Fault, ...] = (
         job="tiny",
         install=_keep_scales,
         begins=2,
-        settings=("rollout.weight_dtype=fp8", "model.dtype=bfloat16"),
+        settings=("rollout.weight_dtype=fp8", "model.dtype=bfloat16", "algorithm.correction=truncate"),
     ),
     Fault(
         "head-copy-stale",
