@@ -258,14 +258,8 @@ def _force_end() -> None:
     _recording(forced)
 
 
-LONG = ("model.from_scratch.max_position_embeddings=192",)
-SHARED_PREFIX = (
-    *LONG,
-    "taskset.train_size=8",
-    "rollout.max_prompt_tokens=120",
-    "taskset.options.min_terms=14",
-    "taskset.options.max_terms=14",
-)
+LONG = ("model.path={folder}/long",)
+SHARED_PREFIX = (*LONG, "taskset.train_size=8", "taskset.options.min_terms=14", "taskset.options.max_terms=14")
 """Tasks that come again at every step, and prompts longer than a block of the prefix cache."""
 
 WINDOW = 29
@@ -374,7 +368,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="probe",
         job="tiny",
         install=_sample_padding,
-        settings=("model.from_scratch.vocab_size=100",),
+        settings=("model.path={folder}/padded",),
         within=0,
     ),
     # Another function of the same weights.

@@ -146,7 +146,7 @@ FAULTS: tuple[Fault, ...] = (
         job="late",
         install=_mix_weights,
         begins=2,
-        settings=(*EVERY_TWO, "trainer.eval_engines=1", "rollout.replicas=2"),
+        settings=(*EVERY_TWO, "trainer.eval_engines=1", "rollout.replicas=2", "sync.pause=keep"),
         within=2,
     ),
     Fault(

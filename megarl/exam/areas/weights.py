@@ -357,7 +357,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="written",
         job="tiny",
         install=_keep_masters,
-        settings=("trainer.warm_start.steps=0", "model.dtype=bfloat16"),
+        settings=("model.dtype=bfloat16",),
         within=0,
     ),
     Fault(
@@ -386,6 +386,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="written",
         job="resume",
         install=_send_reference,
+        begins=3,
     ),
     Fault(
         "older-copy-sent",
@@ -561,7 +562,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="digest",
         job="tiny",
         install=_keep_head,
-        settings=("model.from_scratch.tie_word_embeddings=true",),
+        settings=("model.path={folder}/tied",),
         within=0,
     ),
     Fault(
@@ -590,7 +591,13 @@ FAULTS: tuple[Fault, ...] = (
         job="tiny",
         install=_keep_scales,
         begins=2,
-        settings=("rollout.weight_dtype=fp8", "model.dtype=bfloat16", "algorithm.correction=truncate"),
+        settings=(
+            "rollout.weight_dtype=fp8",
+            "model.dtype=bfloat16",
+            "algorithm.correction=truncate",
+            "sync.probe_tolerance=0.06",
+            "sync.sample_tolerance=0.1",
+        ),
     ),
     Fault(
         "head-copy-stale",
@@ -599,6 +606,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="probe",
         job="tiny",
         install=_copy_head,
+        begins=2,
     ),
     Fault(
         "lost-in-sleep",
