@@ -159,11 +159,12 @@ def _default_base() -> None:
 
 
 def _shorten_window() -> None:
+    from vllm.config import get_current_vllm_config
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
     def begin(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        self.sliding_window = WINDOW
+        self.sliding_window = get_current_vllm_config().model_config.max_model_len - 3
 
     wrap_in(CPUAttentionBackendImpl, "__init__", begin)
 
@@ -258,12 +259,11 @@ def _force_end() -> None:
     _recording(forced)
 
 
-LONG = ("model.path={folder}/long",)
+MOVES = ("algorithm.entropy_coef=0.1", "trainer.optimizer.lr=1e-3")
+"""Updates that change the weights at every step, whatever the rewards are."""
+LONG = (*MOVES, "model.path={folder}/long")
 SHARED_PREFIX = (*LONG, "taskset.train_size=8", "taskset.options.min_terms=14", "taskset.options.max_terms=14")
 """Tasks that come again at every step, and prompts longer than a block of the prefix cache."""
-
-WINDOW = 29
-"""One token less than the longest text that is probed."""
 
 FAULTS: tuple[Fault, ...] = (
     # Keys, values and captured graphs of older weights.
