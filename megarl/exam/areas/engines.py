@@ -466,6 +466,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="sampled",
         job="tiny",
         install=_force_end,
+        settings=("rollout.max_response_tokens=2",),
     ),
     Fault(
         "end-token-ignored",
