@@ -6,24 +6,25 @@ from collections.abc import Callable
 from dataclasses import replace as but
 from typing import Any
 
-from megarl.exam.fault import Fault, replace, wrap, wrap_in
+from megarl.exam.fault import Fault, wrap, wrap_in
 
 # Keys, values and captured graphs of older weights.
 
 
 def _keep_prefix_cache() -> None:
-    from megarl.engines.client.control import EngineControl
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    replace(EngineControl.reset_prefix_cache, lambda self, *, running=False: None)
+    wrap_in(Scheduler, "reset_prefix_cache", lambda original, *args, **kwargs: True)
 
 
 def _keep_running_keys() -> None:
-    from megarl.engines.client.control import EngineControl
+    from vllm.v1.core.sched.scheduler import Scheduler
 
-    def reset(self: Any, *, running: bool = False) -> None:
-        self.call("POST", "/reset_prefix_cache")
+    def reset(original: Any, self: Any, *args: Any, **kwargs: Any) -> bool:
+        original(self)  # without those of running requests
+        return True
 
-    replace(EngineControl.reset_prefix_cache, reset)
+    wrap_in(Scheduler, "reset_prefix_cache", reset)
 
 
 def _decode_with_old() -> None:
