@@ -68,7 +68,7 @@ def _train_base() -> None:
 
 
 def _freeze_adapters() -> None:
-    _freeze_again(lambda name, is_trained: False)
+    _freeze_again(lambda name, is_trained: is_trained and "layers.0.self_attention.linear_proj" in name)
 
 
 def _freeze_again(trains: Callable[[str, bool], bool]) -> None:
@@ -409,7 +409,7 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "adapter-frozen",
         "huggingface/trl#6700",
-        "The adapters are frozen, so that the optimizer has nothing to train.",
+        "All adapters but one are frozen, so that the optimizer does not have them.",
         alarm="untrained",
         job="lora",
         install=_freeze_adapters,
@@ -553,7 +553,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="digest",
         job="tiny",
         install=_keep_all,
-        within=0,
+        begins=2,
     ),
     Fault(
         "tied-head-stale",
@@ -562,8 +562,8 @@ FAULTS: tuple[Fault, ...] = (
         alarm="digest",
         job="tiny",
         install=_keep_head,
+        begins=2,
         settings=("model.path={folder}/tied",),
-        within=0,
     ),
     Fault(
         "experts-packed-for-another-kernel",
@@ -597,6 +597,7 @@ FAULTS: tuple[Fault, ...] = (
             "algorithm.correction=truncate",
             "sync.probe_tolerance=0.06",
             "sync.sample_tolerance=0.1",
+            "trainer.optimizer.lr=1e-3",
         ),
     ),
     Fault(
