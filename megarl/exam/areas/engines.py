@@ -1,4 +1,4 @@
-"""Faults of what an engine computes and samples with the right weights, and of the trainer's own forward pass."""
+"""Faults of an engine that has the right weights and computes or samples otherwise; of the trainer's forward pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Faults of held-out evaluations: what is asked, of which weights, and what is counted."""
+"""Faults of held-out evaluations: other tasks, other weights, another count."""
 
 from __future__ import annotations
 
