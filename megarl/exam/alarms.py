@@ -18,10 +18,28 @@ ERRORS: dict[str, str] = {
     "probe": r"of the probe text",
     "decode": r"tokens that the engine decoded",
     "adapter": r"does not compute with a test adapter|has not computed with a test adapter yet|has dropped its adapter",
+    "sampled": r"tokens that it sampled with this step's weights",
+    "far": r"after \d+ tokens the log-prob of token",
+    "eight-bits": r"other numbers in 8 bits than those made from what arrived",
+    "memory": r"came back from|has other elements than it had when it left",
     "base": r"the model under the adapters has changed|does not have the rest of the weights",
 }
 """Name -> words of an error or refusal that names the fault."""
-STEPS: dict[str, str] = {}
+STEPS: dict[str, str] = {
+    "untrained": "An update changed none of the tensors that are trained: compare what is frozen with model.lora.",
+    "stale-keys": "Tokens sampled after a sync in the middle of a response are far from the trainer's log-probs: the "
+    "engine goes on with keys and values of old weights; look at sync.pause and the reset of running requests.",
+    "surprise": "Sampled tokens are likelier, or less likely, than the reported log-probs allow: something else than "
+    "rollout.temperature (top-p, top-k, a penalty) takes part in sampling.",
+    "equal-samples": "Samples of a group are equal more often than their probabilities allow: seeds are equal.",
+    "no-end": "A response that stopped does not end with an end token: it was dropped, and stopping is not trained.",
+    "past-end": "A response goes on after an end token: the engine does not know the model's end tokens.",
+    "eval-weights": "Held-out answers were sampled with other weights than the evaluated version.",
+    "eval-sampling": "Held-out answers that should be greedy are not the likeliest tokens.",
+    "eval-prompts": "A held-out prompt is not what the chat template makes of its row.",
+    "eval-rows": "An evaluation asked for other held-out rows than the taskset has, or than the one before.",
+    "eval-count": "The reported accuracy is not that of the evaluation's stored answers, counted again.",
+}
 """Name of an alarm of a step -> what it means."""
 
 

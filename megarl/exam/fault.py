@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 
@@ -58,10 +57,20 @@ def replace(original: Callable[..., Any], new: Callable[..., Any]) -> None:
         raise LookupError(f"no imported module has {original!r}")
 
 
-def wrap(original: FunctionType, around: Callable[..., Any]) -> None:
+def wrap(original: Callable[..., Any], around: Callable[..., Any]) -> None:
     """Replace a function by ``around(original, *args, **kwargs)``."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return around(original, *args, **kwargs)
 
     replace(original, wrapped)
+
+
+def wrap_in(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Replace a function of a library's module or class by ``around(original, *args, **kwargs)``."""
+    original = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    setattr(owner, name, wrapped)

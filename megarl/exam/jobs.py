@@ -61,6 +61,9 @@ JOBS: Mapping[str, Job] = {
 MODELS: Mapping[str, tuple[str, ...]] = {
     "sums": (*SUMS, "parallel=tp1", "trainer.warm_start.steps=300"),
     "guess": (*GUESS, "trainer.warm_start.steps=100"),
+    "tied": (*SUMS, "parallel=tp1", "trainer.warm_start.steps=20", "model.from_scratch.tie_word_embeddings=true"),
+    "padded": (*SUMS, "parallel=tp1", "trainer.warm_start.steps=20", "model.from_scratch.vocab_size=100"),
+    "long": (*SUMS, "parallel=tp1", "trainer.warm_start.steps=20", "model.from_scratch.max_position_embeddings=192"),
     "experts": (
         *SUMS,
         "parallel=tp1",
