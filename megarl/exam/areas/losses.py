@@ -625,7 +625,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="loss",
         job="tiny",
         install=_clip_left_out,
-        settings=("trainer.optimizer.lr=0.002"),
+        settings=("trainer.optimizer.lr=0.002",),
     ),
     Fault(
         "clip-before-advantage",
