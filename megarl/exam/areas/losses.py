@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from megarl.learn.algorithms import Loss
     from megarl.learn.training.objectives import LossTokens, Objective
 
-WARM_UPDATES, UPDATES = 5, 2
-"""Updates of the small jobs' warm start, and of each of their steps."""
+UPDATES = 2
+"""Updates of a step of the small jobs."""
 
 
 def _objective(change: Callable[[Objective], Objective]) -> None:
@@ -386,7 +386,8 @@ def _gradient_cut_below_a_layer() -> None:
 
     def around(original: Any, self: Any, *args: Any, **named: Any) -> None:
         original(self, *args, **named)
-        unwrap(self.model.chunks[0]).decoder.layers[0].register_forward_hook(cut)
+        stage: Any = unwrap(self.model.chunks[0])
+        stage.decoder.layers[0].register_forward_hook(cut)
 
     wrap(TrainedModel.__init__, around)
 
@@ -417,7 +418,7 @@ def _update_does_nothing() -> None:
 
     def around(original: Any, self: Any, lr: float) -> Any:
         calls[0] += 1
-        works = calls[0] <= WARM_UPDATES + UPDATES
+        works = calls[0] <= UPDATES
         return original(self, lr) if works else self.gradient_norm()
 
     wrap(Optimizer.step, around)
@@ -533,7 +534,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="loss",
         job="tiny",
         install=_truncated_in_denominator,
-        settings=("algorithm.overlong_filtering=true", "rollout.max_response_tokens=4"),
+        settings=("algorithm.overlong_filtering=true", "rollout.max_response_tokens=3"),
     ),
     Fault(
         "masked-sample-counts-one",
@@ -542,7 +543,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="loss",
         job="tiny",
         install=_masked_sample_counts_one,
-        settings=("algorithm.overlong_filtering=true", "rollout.max_response_tokens=4"),
+        settings=("algorithm.overlong_filtering=true", "rollout.max_response_tokens=3"),
     ),
     Fault(
         "kl-sign",

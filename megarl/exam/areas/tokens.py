@@ -8,6 +8,7 @@ from dataclasses import replace as replaced
 from typing import Any
 
 import numpy as np
+import torch
 
 from megarl.exam.fault import Fault, replace, wrap
 
@@ -134,21 +135,24 @@ def _only_last_turn_trained() -> None:
 
 
 def _end_token_taken_for_padding() -> None:
-    from megarl.learn.batching import sequences
+    def change(found: Any, samples: Any) -> None:
+        ends = [int(sample.response_ids[-1]) for sample in samples if sample.finish_reason == "stop"]
+        found.mask &= ~torch.isin(found.tokens.roll(-1), torch.tensor(ends, dtype=found.tokens.dtype))
 
-    def around(original: Any, *args: Any) -> Any:
-        found = original(*args)
-        found.mask[found.cu_seqlens[1:] - 2] = False
-        return found
+    _samples(change)
 
-    wrap(sequences.of_demonstrations, around)
+
+def _template(change: Callable[[str], str]) -> None:
+    """Change the chat template of the job's model; not a fault."""
+    from megarl.tasks.templates import template
+
+    wrap(template._sources, lambda original, *args: {name: change(source) for name, source in original(*args).items()})
 
 
 def _separator_between_turns_lost() -> None:
-    from megarl.learn.models import from_scratch
     from megarl.tasks.templates import turns
 
-    from_scratch.CHAT_TEMPLATE = from_scratch.CHAT_TEMPLATE.replace("+ '<|end|>'", "+ '<|end|> '")
+    _template(lambda source: source.replace("+ '<|end|>'", "+ '<|end|> '"))
     wrap(turns.turn_ids, lambda original, *args: original(*args)[1:])
 
 
@@ -176,26 +180,27 @@ def _history_shortened_in_rollouts() -> None:
     wrap(RecordedTurns.begin_response, around)
 
 
-def _samples(change: Callable[[Any], None]) -> None:
+def _samples(change: Callable[[Any, Any], None]) -> None:
+    """Change a step's sequences in place: ``change(sequences, samples)``."""
     from megarl.learn.batching import sequences
 
     def around(original: Any, samples: Any) -> Any:
         found = original(samples)
-        change(found)
+        change(found, samples)
         return found
 
     wrap(sequences.of_samples, around)
 
 
 def _mask_shifted() -> None:
-    def change(found: Any) -> None:
+    def change(found: Any, samples: Any) -> None:
         found.mask = found.mask.roll(-1)
 
     _samples(change)
 
 
 def _log_probs_shifted() -> None:
-    def change(found: Any) -> None:
+    def change(found: Any, samples: Any) -> None:
         found.engine_logp = found.engine_logp.roll(1)
 
     _samples(change)
@@ -242,9 +247,8 @@ def _control_tokens_in_content() -> None:
 
 def _template_options_ignored() -> None:
     from megarl.explore.recording.model import RenderedPrompt
-    from megarl.learn.models import from_scratch
 
-    from_scratch.CHAT_TEMPLATE += "{% if add_generation_prompt and terse %}{{ '= ' }}{% endif %}"
+    _template(lambda source: source + "{% if add_generation_prompt and terse %}{{ '= ' }}{% endif %}")
 
     def around(original: Any, cls: Any, task: Any, tokenizer: Any, *args: Any) -> Any:
         bare = copy.copy(tokenizer)
@@ -295,8 +299,8 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         "end-token-taken-for-padding",
-        "NVIDIA-NeMo/Automodel#1336",
-        "Tokens equal to the padding token are masked, and that is the end token of every demonstration.",
+        "huggingface/trl#4974",
+        "Tokens equal to the padding token are masked, and the padding token is the end token.",
         alarm="mask",
         job="tiny",
         install=_end_token_taken_for_padding,
