@@ -73,7 +73,8 @@ def _denominator_of_each_rank() -> None:
         def all_reduce(self, count: torch.Tensor, group: Any) -> None:
             count *= torch.distributed.get_world_size(group)
 
-    model.dist = Local()  # type: ignore[assignment]
+    module: Any = model
+    module.dist = Local()
 
 
 def _loss_divided_by_ranks() -> None:
@@ -144,7 +145,8 @@ def _reference_shares_embedding() -> None:
 
     def around(original: Any, self: Any, *args: Any, **named: Any) -> None:
         original(self, *args, **named)
-        own, other = (unwrap(model.chunks[0]).embedding.word_embeddings for model in (self.reference, self.actor.model))
+        stages: list[Any] = [unwrap(model.chunks[0]) for model in (self.reference, self.actor.model)]
+        own, other = (stage.embedding.word_embeddings for stage in stages)
         own.weight.data = other.weight.data
 
     wrap(Models.build, around)
