@@ -15,12 +15,13 @@ ERRORS: dict[str, str] = {
     "written": r"what the optimizer last wrote",
     "sent": r"is not (A|scale · B|W \+ scale · B·A, added in float32)|is not sent as the trainer has it",
     "cache": r"kept its prefix cache",
-    "probe": r"of the probe text",
+    "probe": r"of the probe text|is -?[\d.]+ in the engine and -?[\d.]+ in the trainer",
     "decode": r"tokens that the engine decoded",
     "adapter": r"does not compute with a test adapter|has not computed with a test adapter yet|has dropped its adapter",
     "base": r"the model under the adapters has changed|does not have the rest of the weights",
     "gap": r"tokens that it sampled with this step's weights are",
-    "account": r"sampled, but .* trained and",
+    "mask": r"sampled, but .* trained and",
+    "advantages": r"its estimate fails or gives other numbers where a rank holds",
 }
 """Name -> words of an error or refusal that names the fault."""
 STEPS: dict[str, str] = {

@@ -465,14 +465,12 @@ def _loss_on_the_next_sequence() -> None:
     wrap(sequences.of_samples, around)
 
 
-def _rejected_has_the_mask_of_chosen() -> None:
+def _preference_averaged_over_padding() -> None:
     from megarl.learn.algorithms import pairs
 
     def around(original: Any, x: Any, mask: Any, row: Any, num_rows: int) -> Any:
-        lengths = torch.bincount(row, minlength=num_rows)
-        place = torch.arange(len(row)) - (lengths.cumsum(0) - lengths)[row]
-        of_chosen = lengths[row - row % 2]
-        return original(x, mask & (place < of_chosen), row, num_rows)
+        width = torch.bincount(row, minlength=num_rows).max()
+        return tuple(each / width for each in original(x, mask, row, num_rows))
 
     wrap(pairs.sums, around)
 
@@ -595,6 +593,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="reference",
         job="kl",
         install=_reference_shares_embedding,
+        begins=2,
     ),
     Fault(
         "reference-follows-actor",
@@ -603,6 +602,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="reference",
         job="kl",
         install=_reference_follows_actor,
+        begins=2,
     ),
     Fault(
         "old-logp-recomputed",
@@ -689,6 +689,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="advantages",
         job="tiny",
         install=_advantage_of_shifted_groups,
+        begins=2,
     ),
     Fault(
         "whitened-with-padding",
@@ -707,6 +708,7 @@ FAULTS: tuple[Fault, ...] = (
         job="dp2",
         install=_whitened_by_rank,
         settings=("algorithm=reinforce_pp",),
+        within=0,
     ),
     Fault(
         "rewards-one-token-early",
@@ -723,14 +725,16 @@ FAULTS: tuple[Fault, ...] = (
         alarm="critic",
         job="ppo",
         install=_value_after_the_end,
+        begins=2,
     ),
     Fault(
         "episode-cut-one-token-late",
         "automl/Mighty#126",
         "Advantage estimation ends each response one token late, so values of the next one leak in.",
-        alarm="critic",
+        alarm="advantages",
         job="ppo",
         install=_episode_cut_one_token_late,
+        within=0,
     ),
     Fault(
         "returns-are-values",
@@ -789,7 +793,6 @@ FAULTS: tuple[Fault, ...] = (
         alarm="gradients",
         job="tiny",
         install=_gradients_not_zeroed,
-        within=2,
     ),
     Fault(
         "clipping-by-own-norm",
@@ -867,9 +870,10 @@ FAULTS: tuple[Fault, ...] = (
         "packed-sequences-see-each-other",
         "huggingface/nanoVLM#204",
         "Attention reaches over the borders of packed sequences.",
-        alarm="gap",
+        alarm="probe",
         job="packed",
         install=_packed_sequences_see_each_other,
+        within=0,
     ),
     Fault(
         "loss-on-the-next-sequence",
@@ -880,12 +884,12 @@ FAULTS: tuple[Fault, ...] = (
         install=_loss_on_the_next_sequence,
     ),
     Fault(
-        "rejected-has-the-mask-of-chosen",
+        "preference-averaged-over-padding",
         "QwenAudio/CosyVoice#1449",
-        "The log-probs of a rejected response are summed under the mask of the chosen one.",
+        "The log-probs of a response are averaged over all positions of the padded rows instead of summed.",
         alarm="loss",
         job="dpo",
-        install=_rejected_has_the_mask_of_chosen,
+        install=_preference_averaged_over_padding,
     ),
     Fault(
         "end-token-outside-the-preference",

@@ -49,19 +49,25 @@ def _with_tokens(sample: Any, token_ids: Any) -> Any:
     return replaced(sample, token_ids=ids, logprobs=logprobs, versions=tuple(spans))
 
 
-def _encoded_again(ids: Any, tokenizer: Any) -> Any:
-    return np.asarray(tokenizer.encode(tokenizer.decode(ids, special=True)).ids, np.int32)
-
-
 def _turns_encoded_again() -> None:
+    def pieces(token: int, tokenizer: Any) -> list[int]:
+        text = tokenizer.token(token)
+        return [token] if text.startswith("<|") else [i for letter in text for i in tokenizer.encode(letter).ids]
+
     def ask(request: Any, tokenizer: Any) -> Any:
-        return replaced(request, token_ids=_encoded_again(request.token_ids, tokenizer)) if request.turn else request
+        # Words that the tokenizer has as one token become several: the text is the same.
+        ids = [i for token in request.token_ids for i in pieces(int(token), tokenizer)]
+        return replaced(request, token_ids=np.asarray(ids, np.int32)) if request.turn else request
 
     _sampling(ask=ask)
 
 
 def _log_probs_of_other_tokens() -> None:
-    _sampling(take=lambda sample, tokenizer: _with_tokens(sample, _encoded_again(sample.token_ids, tokenizer)))
+    def take(sample: Any, tokenizer: Any) -> Any:
+        # Some tokenizers begin every text with a space.
+        return _with_tokens(sample, tokenizer.encode(" " + tokenizer.decode(sample.token_ids, special=True)).ids)
+
+    _sampling(take=take)
 
 
 def _end_token_dropped() -> None:
