@@ -751,7 +751,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="critic",
         job="ppo",
         install=_value_clip_of_itself,
-        settings=("algorithm.value_clip=0.01",),
+        settings=("algorithm.value_clip=0.01", "critic.optimizer.lr=0.01"),
     ),
     Fault(
         "value-at-temperature",
@@ -761,6 +761,7 @@ FAULTS: tuple[Fault, ...] = (
         job="ppo",
         install=_value_at_temperature,
         settings=("rollout.temperature=0.7",),
+        begins=2,
     ),
     Fault(
         "gradients-reduced-by-chunk",
@@ -819,7 +820,7 @@ FAULTS: tuple[Fault, ...] = (
         job="packed",
         install=_schedule_by_micro_batch,
         settings=("trainer.optimizer.decay_steps=8", "trainer.optimizer.min_lr=0.0"),
-        within=2,
+        begins=2,
     ),
     Fault(
         "weight-decay-on-norms",

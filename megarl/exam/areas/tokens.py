@@ -403,9 +403,10 @@ FAULTS: tuple[Fault, ...] = (
         "log-probs-of-the-same-position",
         "PrimeIntellect-ai/prime-rl#1525",
         "The trainer's log-probs are one position off from the tokens' advantages and mask.",
-        alarm="gap",
+        alarm="probe",
         job="tiny",
         install=_log_probs_of_the_same_position,
+        within=0,
     ),
     Fault(
         "prompt-cut-on-the-left",
