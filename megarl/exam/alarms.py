@@ -35,7 +35,7 @@ STEPS: dict[str, str] = {
     "weights, and at the temperature.",
     "critic": "The values or returns of the step differ from those computed again; look at the ends of responses, the "
     "value clip and the scale of values.",
-    "gradients": "The gradient that the optimizer applied is not the sum over micro-batches and ranks; look at "
+    "gradient": "The gradient that the optimizer applied is not the sum over micro-batches and ranks; look at "
     "reduction, zeroing and clipping.",
     "frozen": "Trained parameters have got no gradient in any update; look at what detaches or freezes their layer.",
     "optimizer": "The weights have not changed as learning rate and weight decay demand; look at the schedule, the "
