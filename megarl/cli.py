@@ -156,6 +156,17 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument(
         "run_dir", help="the run's directory, e.g. runs/quickstart; for a sweep's directory: print its results"
     )
+    replay = add(
+        "replay",
+        "Compute a kept step of a run again, on one process, and name the first stage that differs from what was "
+        "trained (docs/replay.md).",
+    )
+    replay.add_argument("run_dir", metavar="RUN", help="directory of a run with trainer.keep_batches=true")
+    replay.add_argument("--step", type=int, required=True, metavar="N", help="number of the step, from 1")
+    replay.add_argument("--weights", metavar="CHECKPOINT", help="checkpoint of the step before (default: the run's)")
+    replay.add_argument(
+        "--same-grid", action="store_true", help="compute on as many processes as the run, where every bit counts"
+    )
     add_arguments(add("convert", "Convert checkpoints between HF and Megatron-Core, reshard them, list their content."))
     add_model.add_arguments(add("add-model", add_model.DESCRIPTION))
     exam.add_arguments(add("exam", exam.DESCRIPTION))
@@ -464,6 +475,13 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _replay(arguments: argparse.Namespace) -> int:
+    from megarl.run.replay import replay
+
+    weights = None if arguments.weights is None else Path(arguments.weights)
+    return replay(Path(arguments.run_dir), arguments.step, weights=weights, same_grid=arguments.same_grid)
+
+
 def _convert(arguments: argparse.Namespace) -> int:
     from megarl.weights.checkpoint.convert.command import run
 
@@ -568,6 +586,7 @@ COMMANDS = {
     "data": data_command.run,
     "doctor": _doctor,
     "report": _report,
+    "replay": _replay,
     "convert": _convert,
     "add-model": add_model.run,
     "exam": exam.run,

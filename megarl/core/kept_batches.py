@@ -1,6 +1,8 @@
-"""Files with each step's training tokens, ``RUN/batches/step_NNNNNN.npz`` (``trainer.keep_batches``). Numpy only.
+"""Files with each step's training input (``trainer.keep_batches``): tokens in ``RUN/batches/step_NNNNNN.npz``, and what
+the loss reads of them in ``RUN/batches/step_NNNNNN_values.npz``. Numpy only.
 
-Shape legend: N sequences in the order of the model's input, T tokens of all sequences, G groups.
+Shape legend: N sequences in the order of the model's input, T tokens of all sequences, G groups, R responses of the
+step, trained or not; L layers with experts, K experts of a token.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import re
 import zipfile
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -44,9 +46,7 @@ class KeptBatch:
 
     def write(self, path: Path) -> None:
         """Write the file atomically. Raises OSError."""
-        path.parent.mkdir(exist_ok=True)
-        with whole(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, **{field.name: getattr(self, field.name) for field in fields(self)})
+        _write(path, {field.name: getattr(self, field.name) for field in fields(self)})
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -67,6 +67,61 @@ class KeptBatch:
         return found
 
 
+@dataclass(frozen=True, eq=False)
+class KeptValues:
+    """All else that the updates of a step read, in the order of its ``KeptBatch``.
+
+    At most 20 bytes a token beside routing, and 30 bytes a response.
+
+    An array of no elements stands for values that the step does not have.
+    """
+
+    advantages: np.ndarray
+    """float32 [T], like the next four: at the positions of ``KeptBatch.mask``."""
+    old_logp: np.ndarray
+    ref_logp: np.ndarray
+    engine_logp: np.ndarray
+    values: np.ndarray
+    routing: np.ndarray
+    """int8 or int16 [T, L, K], as ``Sequences.routing``."""
+    row: np.ndarray
+    """int32 [N]: response of each sequence; -1 for an expert row."""
+    response_groups: np.ndarray
+    """str [R]: group of each response."""
+    response_indices: np.ndarray
+    """int32 [R]: number within the group."""
+    rewards: np.ndarray
+    """float64 [R]"""
+    greedy: np.ndarray
+    """float64 [R], reward of the greedy response to the prompt."""
+    truncated: np.ndarray
+    """bool [N]"""
+
+    def write(self, path: Path) -> None:
+        """Write the file atomically. Raises OSError."""
+        _write(path, {field.name: getattr(self, field.name) for field in fields(self)})
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read a file. Raises DataError if it is damaged or missing."""
+        try:
+            with np.load(path, allow_pickle=False) as arrays:
+                return cls(**{field.name: arrays[field.name] for field in fields(cls)})
+        except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
+            raise DataError(f"{path} cannot be read ({error}); the step cannot be computed again") from error
+
+
+def _write(path: Path, arrays: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    with whole(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def values_path(run_dir: Path, step: int) -> Path:
+    """Path of a step's values; steps count from 1."""
+    return run_dir / FOLDER / f"step_{step:06d}_values.npz"
+
+
 def path_of(run_dir: Path, step: int) -> Path:
     """Path of a step's file; steps count from 1."""
     return run_dir / FOLDER / f"step_{step:06d}.npz"
@@ -83,3 +138,4 @@ def forget_after(run_dir: Path, step: int) -> None:
     for later in kept_steps(run_dir):
         if later > step:
             path_of(run_dir, later).unlink(missing_ok=True)
+            values_path(run_dir, later).unlink(missing_ok=True)

@@ -24,7 +24,7 @@ from megarl.buffer.store.engines import BusyTime
 from megarl.config import Config, to_dict
 from megarl.core.errors import JobError, MegarlError
 from megarl.core.jobs import PROGRAM, TRAIN, ProcessKind
-from megarl.core.kept_batches import KeptBatch, forget_after, path_of
+from megarl.core.kept_batches import KeptBatch, KeptValues, forget_after, path_of, values_path
 from megarl.core.metrics import CONSOLE, DROPPED, MetricWriter, Sums, Timeline, console_line
 from megarl.core.processes import heartbeat
 from megarl.core.text import Repeats
@@ -286,12 +286,13 @@ class Reporter:
         if self._context.rank == 0:
             self._store.journal.record_step(step, metrics, used)
 
-    def keep_batch(self, step: int, batch: KeptBatch | None) -> None:
+    def keep_batch(self, step: int, batch: KeptBatch | KeptValues | None) -> None:
         """Write a step's batch file; a write error is logged only. ``batch`` is None on ranks other than 0."""
         if batch is None:
             return
+        place = path_of if isinstance(batch, KeptBatch) else values_path
         try:
-            batch.write(path_of(self._context.run_dir, step))
+            batch.write(place(self._context.run_dir, step))
         except OSError as error:
             self.log(f"WARNING: step {step}: the file of its batch could not be written ({error}); training goes on")
 

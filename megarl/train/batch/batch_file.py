@@ -8,7 +8,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.core.kept_batches import KeptBatch
+from megarl.core.kept_batches import KeptBatch, KeptValues
 from megarl.learn.batching import MicroBatch
 from megarl.learn.training.model import Model
 from megarl.learn.training.objectives import LossTokens
@@ -43,6 +43,48 @@ def taken(batch: StepBatch, micro_batches: Iterable[MicroBatch], update: int) ->
         ))  # fmt: skip
     names = ("tokens", "targets", "mask", "lengths", "updates", "numbers")
     return {name: torch.cat(parts).numpy() for name, parts in zip(names, zip(*found, strict=True), strict=True)}
+
+
+VALUES = ("advantages", "old_logp", "ref_logp", "engine_logp", "values", "routing")
+"""Fields of ``Sequences`` that the updates read."""
+
+
+def kept_values(batch: StepBatch, actor: Model) -> KeptValues | None:
+    """Return what a step's updates have read beside tokens, in the order of ``kept_batch``; None on ranks other than 0.
+    Every rank calls it, after the updates."""
+    own = [_values(batch, actor.micro_batches(batch.sequences, units)) for units in batch.updates]
+    every = _of_each_rank(own, actor.dp_rank)
+    if every is None:
+        return None
+    parts = [of_rank[update] for update in range(len(batch.updates)) for of_rank in every]
+    arrays = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    responses = {(row.group_id, row.index): i for i, row in enumerate(batch.outcomes)}
+    of_rows = [responses[row.group_id, row.index] for row in batch.rows]
+    more = len(batch.sequences.step_lengths) - len(of_rows)
+    numbers = arrays.pop("numbers")
+    outcomes = batch.outcomes
+    return KeptValues(
+        **arrays,
+        row=np.array(of_rows + [-1] * more, np.int32)[numbers],
+        response_groups=np.array([one.group_id for one in outcomes], np.str_),
+        response_indices=np.array([one.index for one in outcomes], np.int32),
+        rewards=np.array([one.reward.score for one in outcomes], np.float64),
+        greedy=np.array([one.greedy.reward.score for one in outcomes if one.greedy is not None], np.float64),
+        truncated=np.array([why == "length" for why in batch.finish_reasons] + [False] * more, bool)[numbers],
+    )
+
+
+def _values(batch: StepBatch, micro_batches: Iterable[MicroBatch]) -> Arrays:
+    sequences = batch.sequences
+    of_step = sequences.held(torch.arange(len(sequences.step_lengths)))
+    found: dict[str, list[np.ndarray]] = {name: [] for name in (*VALUES, "numbers")}
+    for micro in micro_batches:
+        real = micro.index >= 0
+        for name in VALUES:
+            given = getattr(sequences, name)
+            found[name].append(np.zeros(0, np.float32) if given is None else given[micro.index[real]].numpy())
+        found["numbers"].append(of_step[micro.numbers].numpy())
+    return {name: np.concatenate(parts) for name, parts in found.items()}
 
 
 def put_together(batch: StepBatch, every: Sequence[Sequence[Arrays]]) -> KeptBatch:

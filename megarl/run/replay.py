@@ -1,0 +1,160 @@
+"""``megarl replay``: compute a kept step of a run again, on one process or on the run's grid, and name the first stage
+that differs from what was trained."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megarl.buffer.store import Selection
+from megarl.config import Config, load_resolved
+from megarl.core.errors import ConfigError
+from megarl.core.kept_batches import KeptBatch, KeptValues, kept_steps, path_of, values_path
+from megarl.core.metrics import records
+from megarl.learn import algorithms
+from megarl.run.data.open_run import stored_run, table
+from megarl.run.process import ports
+from megarl.run.report.data import located, store_url
+from megarl.weights.checkpoint.training.manifest import finished, steps_of
+
+if TYPE_CHECKING:
+    from megarl.train.replay import Stage
+
+
+def replay(run_dir: Path, step: int, *, weights: Path | None = None, same_grid: bool = False) -> int:
+    """Compute a step again and print its stages; return 1 if one differs, else 0.
+
+    Args:
+        step: Number of the step, from 1.
+        weights: Checkpoint of the step before; None for the run's own.
+        same_grid: Compute on a process for each rank of the run, where every bit counts.
+
+    Raises:
+        ConfigError: the run has no such step, file or checkpoint, or learns from what no kept step has.
+        DataError: a file is damaged.
+    """
+    config = _settings(run_dir)
+    recorded = {int(one["step"]): one for one in records(run_dir / "metrics.jsonl") if "timing_s/step" in one}
+    checkpoint = weights or _checkpoint_before(run_dir, step, recorded)
+    if step not in recorded or not values_path(run_dir, step).is_file():
+        raise ConfigError(
+            f"{run_dir} has not kept step {step}; kept are {kept_steps(run_dir) or 'none'}: train with "
+            "trainer.keep_batches=true"
+        )
+    values = KeptValues.read(values_path(run_dir, step))
+    rewards = _rewards(config, run_dir, values)
+    task = json.dumps([str(run_dir), step, str(checkpoint), same_grid, recorded[step]])
+    if same_grid:
+        stages = rewards + _on_grid(task, config.parallel.world_size)
+    else:
+        [port] = ports.choose("127.0.0.1", 1, None)
+        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        stages = rewards + _stages(task)
+    rows = [[s.name, f"{s.difference:.2e}", f"{s.bound:.0e}", "DIFFERS" if s.differs else "", s.where] for s in stages]
+    sys.stdout.write(table([["stage", "difference", "bound", "", "largest"], *rows]) + "\n")
+    first = next((stage for stage in stages if stage.differs), None)
+    if first is None:
+        sys.stdout.write(f"step {step} is what was trained: {len(stages)} stages agree\n")
+        return 0
+    sys.stdout.write(f"step {step} differs first in its {first.name}: {first.difference:.3e} at {first.where}\n")
+    return 1
+
+
+def _settings(run_dir: Path) -> Config:
+    """Return the run's settings, with paths as they are now. Raises ConfigError."""
+    if not (run_dir / "resolved.json").is_file():
+        raise ConfigError(f"{run_dir} has no resolved.json; give the directory of a run, e.g. runs/quickstart")
+    config = load_resolved(run_dir / "resolved.json")
+    algorithm = algorithms.get(config.algorithm.name)
+    from megarl.train.replay import check_replays
+
+    check_replays(config, algorithm)
+    path = str(located(config, run_dir, config.model.path))
+    return replace(config, run=replace(config.run, dir=str(run_dir)), model=replace(config.model, path=path))
+
+
+def _checkpoint_before(run_dir: Path, step: int, recorded: Mapping[int, object]) -> Path:
+    folder = run_dir / "checkpoints"
+    found = finished(folder)
+    known = dict(zip(steps_of(found), found, strict=True))
+    if step - 1 not in known:
+        able = [number + 1 for number in sorted(known) if number + 1 in recorded and number + 1 in kept_steps(run_dir)]
+        raise ConfigError(
+            f"step {step} begins with weights that no checkpoint of {run_dir} has; those of steps {able or 'none'} are "
+            "there: give --weights, or train with trainer.checkpoint_interval=1 and trainer.keep_checkpoints"
+        )
+    return known[step - 1]
+
+
+def _rewards(config: Config, run_dir: Path, values: KeptValues) -> list[Stage]:
+    """Compare the step's rewards with the verdicts in the store; [] without a store, or if the trainer changes rewards."""
+    from megarl.train.replay import Stage
+
+    if config.reward_model.path is not None or config.buffer.operators or store_url(config, run_dir) is None:
+        return []
+    of_step = list(zip(values.response_groups.tolist(), values.response_indices.tolist(), strict=True))
+    with stored_run(run_dir, Selection()) as run:
+        members = run.store.selection.members(list(dict.fromkeys(group for group, _ in of_step)))
+    stored = {(one.group_id, one.index): one.reward.score for one in members}
+    apart = [
+        abs(stored[key] - reward) if key in stored else math.inf
+        for key, reward in zip(of_step, values.rewards.tolist(), strict=True)
+    ]
+    at = max(range(len(apart)), key=apart.__getitem__)
+    group, index = of_step[at]
+    return [Stage("rewards", apart[at], 0.0, f"response {index} of group {group}")]
+
+
+def _stages(task: str) -> list[Stage]:
+    """Compute the step on this rank."""
+    from megarl.train.replay import Replay, on_one_process
+    from megarl.weights.megatron_private import silence
+
+    silence()
+    run, step, checkpoint, same_grid, recorded = json.loads(task)
+    run_dir = Path(run)
+    config = _settings(run_dir)
+    kept, values = KeptBatch.read(path_of(run_dir, step)), KeptValues.read(values_path(run_dir, step))
+    grid = config if same_grid else on_one_process(config)
+    if grid.parallel.backend == "gloo":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    return Replay(grid, kept, values, Path(checkpoint), exact=same_grid).stages(recorded)
+
+
+def _on_grid(task: str, ranks: int) -> list[Stage]:
+    """Compute the step on a process for each rank. Raises ConfigError with the output of a rank that fails."""
+    from megarl.train.replay import Stage
+
+    [port] = ports.choose("127.0.0.1", 1, None)
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "megarl.run.replay"],
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(task)
+        process.stdin.close()
+    outputs = [process.stdout.read() if process.stdout else "" for process in processes]
+    if failed := [rank for rank, process in enumerate(processes) if process.wait()]:
+        raise ConfigError(f"rank {failed[0]} could not compute the step again:\n{outputs[failed[0]][-2000:]}")
+    return [Stage(**stage) for stage in json.loads(outputs[0].splitlines()[-1])]
+
+
+if __name__ == "__main__":
+    found = [asdict(stage) for stage in _stages(sys.stdin.read())]
+    sys.stdout.write(json.dumps(found) + "\n")
