@@ -15,14 +15,16 @@ ERRORS: dict[str, str] = {
     "written": r"what the optimizer last wrote",
     "sent": r"is not (A|scale · B|W \+ scale · B·A, added in float32)|is not sent as the trainer has it",
     "cache": r"kept its prefix cache",
-    "probe": r"of the probe text",
+    "probe": r"of the probe text|is -?[\d.]+ in the engine and -?[\d.]+ in the trainer",
     "decode": r"tokens that the engine decoded",
     "adapter": r"does not compute with a test adapter|has not computed with a test adapter yet|has dropped its adapter",
-    "sampled": r"tokens that it sampled with this step's weights",
     "far": r"after \d+ tokens the log-prob of token",
     "eight-bits": r"other numbers in 8 bits than those made from what arrived",
     "memory": r"came back from|has other elements than it had when it left",
     "base": r"the model under the adapters has changed|does not have the rest of the weights",
+    "gap": r"tokens that it sampled with this step's weights are",
+    "mask": r"sampled, but .* trained and",
+    "advantages": r"its estimate fails or gives other numbers where a rank holds",
 }
 """Name -> words of an error or refusal that names the fault."""
 STEPS: dict[str, str] = {
@@ -39,6 +41,28 @@ STEPS: dict[str, str] = {
     "eval-prompts": "A held-out prompt is not what the chat template makes of its row.",
     "eval-rows": "An evaluation asked for other held-out rows than the taskset has, or than the one before.",
     "eval-count": "The reported accuracy is not that of the evaluation's stored answers, counted again.",
+    "advantages": "The step's advantages differ from those computed again from its rewards and groups; look at group "
+    "statistics, whitening and the KL in the rewards.",
+    "loss": "The gradient of the log-probs is not that of the algorithm's formula over all tokens of the update; look "
+    "at aggregation, denominators, clipping, KL and entropy.",
+    "old-logp": "The old log-probs of an update are not those of the step's first weights; look at when they are "
+    "computed, and at the temperature.",
+    "reference": "The reference computes other log-probs for a text than at the start; look at shared or refreshed "
+    "weights, and at the temperature.",
+    "critic": "The values or returns of the step differ from those computed again; look at the ends of responses, the "
+    "value clip and the scale of values.",
+    "gradient": "The gradient that the optimizer applied is not the sum over micro-batches and ranks; look at "
+    "reduction, zeroing and clipping.",
+    "frozen": "Trained parameters have got no gradient in any update; look at what detaches or freezes their layer.",
+    "optimizer": "The weights have not changed as learning rate and weight decay demand; look at the schedule, the "
+    "groups of parameters and skipped steps.",
+    "precision": "A part of the model computes in another type than is set; look at casts before it.",
+    "router": "The gradient of the routers' losses is not that of the whole update; look at their denominators.",
+    "mask": "The tokens in the loss are not those that the model wrote; look at how turns become samples.",
+    "tokens": "The tokens of a turn are not those that the engine computed; look at what decodes and encodes them.",
+    "template": "A prompt or message is not written as the model's chat template writes it; look at what renders, cuts "
+    "or encodes it.",
+    "text": "The text that was judged is not the text of the trained tokens; look at stop strings and at decoding.",
 }
 """Name of an alarm of a step -> what it means."""
 
