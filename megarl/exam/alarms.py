@@ -19,9 +19,45 @@ ERRORS: dict[str, str] = {
     "decode": r"tokens that the engine decoded",
     "adapter": r"does not compute with a test adapter|has not computed with a test adapter yet|has dropped its adapter",
     "base": r"the model under the adapters has changed|does not have the rest of the weights",
+    "rows": r"rows that have changed or disappeared since",
+    "held_out": r"asks a question of taskset\.eval",
+    "checkpoint": r"THE RUN GOES BACK|is damaged|has SHA-256 .*, written was|written were",
+    "moments": r"the optimizer does not have what .* gave it",
 }
 """Name -> words of an error or refusal that names the fault."""
-STEPS: dict[str, str] = {}
+STEPS: dict[str, str] = {
+    "verdicts": "A stored verdict is not what the verifier returns for the same response when it is asked again.",
+    "no_signal": "All responses have had one score for some steps, so nothing is learned: look at the verifier.",
+    "no_verdict": "A response without a verdict is trained, although the settings leave it out.",
+    "shaping": "A trained score is not its verdict with the parts that the settings add.",
+    "baseline": "A group's mean or deviation is not that of its trained members.",
+    "lag": "Tokens were sampled by other weights than their recorded version.",
+    "stale": "Trained tokens are older than sync.max_staleness allows.",
+    "length_bias": "Trained responses are shorter than sampled ones: look at what drops or repeats long ones.",
+    "unfinished": "A response counts as finished without a token that ends one.",
+    "correction": "Importance weights are not the ratio of old to engine log-probs.",
+    "ratio": "The ratio of new to old log-probs is exactly 1 although the weights have changed.",
+    "twice": "A group was trained by an earlier step too.",
+    "missing_groups": "A step has fewer groups, or members, than it has asked for.",
+    "learning_rate": "The learning rate is not that of the schedule at this step.",
+    "optimizer_steps": "The optimizer has counted other steps than the updates that were made.",
+    "moments_lost": "The optimizer's moments after a resume are not those before it.",
+    "data_order": "The tasks of a step are not those that the order of the data gives.",
+    "priorities": "Tasks with other results are drawn equally often.",
+    "repeated_samples": "Responses to a task repeat those of an earlier step: seeds begin again.",
+    "random_states": "The random generators are not in the checkpoint's state.",
+    "step_gap": "The steps of the run have a gap, or one twice.",
+    "reference": "The reference has other weights than it began with.",
+    "kl_coef": "The KL coefficient is not that of the step before.",
+    "average": "The moving average is not that of the step before.",
+    "best": "The checkpoint kept as the best is not the best of the run.",
+    "duplicates": "Most training rows ask a question that another row asks.",
+    "same_prompts": "Tasks with different answers have the same prompt.",
+    "answers": "Hardly any right response to rows whose answers other rows have: look at the columns.",
+    "answer_in_prompt": "Prompts have their expected answer.",
+    "lost_rows": "The store has fewer tasks than the files have rows.",
+    "preferences": "Chosen answers are equal to rejected ones, or less likely from the start.",
+}
 """Name of an alarm of a step -> what it means."""
 
 
