@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.processes.machine import uncollected
+from megarl.exam import command as exam
 from megarl.planner.model_cost import DEVICES
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
@@ -157,6 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_arguments(add("convert", "Convert checkpoints between HF and Megatron-Core, reshard them, list their content."))
     add_model.add_arguments(add("add-model", add_model.DESCRIPTION))
+    exam.add_arguments(add("exam", exam.DESCRIPTION))
     sandbox = add("sandbox", "Test the sandbox for programs on this machine, or offer it to other machines.")
     actions = sandbox.add_subparsers(dest="action", required=True, metavar="action")
     check = actions.add_parser("check", help="prove the isolation on this machine, or test a service")
@@ -568,6 +570,7 @@ COMMANDS = {
     "report": _report,
     "convert": _convert,
     "add-model": add_model.run,
+    "exam": exam.run,
     "sandbox": _sandbox,
     "rewards": _rewards,
     "config": _config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +23,8 @@ class Fault:
         install: Patches megarl in the process from which the job's processes are forked. None: not written yet.
         settings: Settings that the fault needs besides those of the job.
         within: Steps after the fault's first effect until the alarm; 0: before the first update.
+        begins: Step of the first effect, from 1.
+        prepare: Called with the run directory before each start of the job.
     """
 
     name: str
@@ -32,6 +35,8 @@ class Fault:
     install: Callable[[], None] | None = None
     settings: tuple[str, ...] = ()
     within: int = 1
+    begins: int = 1
+    prepare: Callable[[Path], None] | None = None
 
 
 def replace(original: Callable[..., Any], new: Callable[..., Any]) -> None:

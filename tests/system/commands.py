@@ -12,33 +12,11 @@ import atexit
 import os
 from collections.abc import Mapping, Sequence
 
-from megarl.core.jobs import ProcessKind
 from megarl.core.processes.fork import Forked, ForkServer
-from megarl.run.process.process import COMMON, PRELOAD
+from megarl.exam.processes import ENVIRONMENT, MODULES
 
 VARIABLE = "MEGARL_TEST_COMMANDS"
 """Variable that is 0 to start each command by itself."""
-MODULES = (
-    *COMMON,
-    *PRELOAD[ProcessKind.TRAINER],
-    *PRELOAD[ProcessKind.ENGINE],
-    *PRELOAD[ProcessKind.EXPLORER],
-    "megarl.learn.models.from_scratch",
-    "megarl.run.checks.job",
-    "megarl.run.launch.job",
-    "megarl.run.report.html",
-    "reasoning_gym",
-)
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_PLUGINS": "megarl",
-    "VLLM_SERVER_DEV_MODE": "1",
-}
-"""Variables of engines that vLLM may read while it is imported."""
 
 
 class Command(Forked):

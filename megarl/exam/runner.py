@@ -1,0 +1,165 @@
+"""Run jobs of the exam and keep what each of them noticed, one JSON file a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from megarl.core.durable import write_text
+from megarl.core.metrics import records
+from megarl.core.processes.fork import Forked, ForkServer
+from megarl.exam.alarms import named
+from megarl.exam.fault import Fault
+from megarl.exam.jobs import JOBS, make_files, settings_of
+from megarl.exam.processes import ENVIRONMENT, MODULES, NO_FAULT
+
+LIMIT_S = 240.0
+"""Longest start of a job; one that lasts longer is ended, and counts as noticed by nobody."""
+LAST_LINES = 30
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a job noticed.
+
+    Attributes:
+        status: Exit status of the last start; None: ended at ``LIMIT_S``.
+        steps: Steps recorded.
+        alarms: (step, name) of alarms in the metrics, in order.
+        errors: Names of alarms that the last lines of the log give.
+        last: Last lines of the log.
+    """
+
+    status: int | None
+    steps: int
+    alarms: list[tuple[int, str]]
+    errors: list[str]
+    last: list[str]
+
+    @property
+    def found(self) -> bool:
+        """True if the job ended with an error, was refused, or gave an alarm."""
+        return self.status not in (0, None) or bool(self.alarms)
+
+    @property
+    def at(self) -> int | None:
+        """Step of the first alarm, from 1; 0 for an end before a step; None without one."""
+        ends = [self.steps + 1 if self.steps else 0] if self.status not in (0, None) else []
+        return min([*(step for step, _ in self.alarms), *ends], default=None)
+
+    def names(self, fault: Fault) -> bool:
+        """Return True if the alarm that must name the fault is among those of its first step, or in the error."""
+        first = [name for step, name in self.alarms if step == self.at]
+        return fault.alarm in [*first, *(self.errors if self.status not in (0, None) else [])]
+
+
+@dataclass(frozen=True)
+class Exam:
+    """A job of the exam.
+
+    Attributes:
+        name: Of its outcome.
+        job: Key of ``jobs.JOBS``.
+        fault: None in a healthy job.
+        settings: Besides those of the job and of the fault.
+        times: Factor of the job's number of steps.
+    """
+
+    name: str
+    job: str
+    fault: Fault | None = None
+    settings: tuple[str, ...] = ()
+    times: int = 1
+
+
+class Runner:
+    """Runs jobs, several at a time, and skips those whose outcome is kept.
+
+    Args:
+        folder: Gets ``<name>.json`` and, while it runs, a run directory of each job.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        make_files(folder / "files")
+        self._environment = {**os.environ, **ENVIRONMENT}
+        self._server = ForkServer.start(MODULES, self._environment)
+
+    def close(self) -> None:
+        """End the process that jobs are forked from."""
+        self._server.close()
+
+    def run_all(self, exams: Sequence[Exam], at_once: int) -> None:
+        """Run those whose outcome is not kept; print a line for each."""
+        due = [exam for exam in exams if not self.path(exam.name).is_file()]
+        with ThreadPoolExecutor(at_once) as pool:
+            for _ in pool.map(self._keep, due):
+                pass
+
+    def path(self, name: str) -> Path:
+        """Path of an outcome."""
+        return self.folder / f"{name}.json"
+
+    def outcome(self, name: str) -> Outcome | None:
+        """Return a kept outcome; None if the job has not run."""
+        if not self.path(name).is_file():
+            return None
+        kept = json.loads(self.path(name).read_text())
+        return Outcome(**{**kept, "alarms": [(int(step), str(alarm)) for step, alarm in kept["alarms"]]})
+
+    def _keep(self, exam: Exam) -> None:
+        outcome, fault = self._run(exam), exam.fault
+        write_text(self.path(exam.name), json.dumps(asdict(outcome)))
+        said = ", ".join(dict.fromkeys([*(alarm for _, alarm in outcome.alarms), *outcome.errors])) or "nothing"
+        right = "" if fault is None else " (right)" if outcome.found and outcome.names(fault) else f" ({fault.alarm}?)"
+        sys.stdout.write(f"{exam.name}: status {outcome.status}, {outcome.steps} steps, {said}{right}\n")
+        sys.stdout.flush()
+
+    def _run(self, exam: Exam) -> Outcome:
+        run_dir, job, fault, status = self.folder / "runs" / exam.name, JOBS[exam.job], exam.fault, None
+        shutil.rmtree(run_dir, ignore_errors=True)
+        run_dir.mkdir(parents=True)
+        log = run_dir.with_suffix(".log")
+        log.write_text("")
+        more = (*(fault.settings if fault else ()), *exam.settings)
+        for stop in job.stops:
+            if fault is not None and fault.prepare is not None:
+                fault.prepare(run_dir)
+            settings = settings_of(job, self.folder / "files", run_dir, more, exam.times * stop)
+            status = self._start([fault.name if fault else NO_FAULT, *settings], log)
+            if status != 0:
+                break
+        lines = log.read_text(errors="replace").splitlines()
+        found = [one for one in records(run_dir / "metrics.jsonl") if "timing_s/step" in one]
+        alarms = [
+            (int(one["step"]), key.removeprefix("alarm/")) for one in found for key in one if key.startswith("alarm/")
+        ]
+        outcome = Outcome(status, len(found), alarms, named("\n".join(lines)), lines[-LAST_LINES:])
+        shutil.rmtree(run_dir, ignore_errors=True)
+        return outcome
+
+    def _start(self, argv: Sequence[str], log: Path) -> int | None:
+        with log.open("ab") as output:
+            pid = self._server.fork(
+                ["-m", "megarl.exam.processes", *argv], self._environment, output.fileno(), {}, session=True
+            )
+        if pid is None:
+            raise RuntimeError("the process that jobs of the exam are forked from has ended")
+        command = Forked(pid)
+        try:
+            return command.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.kill(pid, signal.SIGTERM)
+            command.wait(LIMIT_S)
+            return None
+        except BaseException:
+            os.kill(pid, signal.SIGTERM)
+            raise
