@@ -44,7 +44,7 @@ STEPS: dict[str, str] = {
     "moments_lost": "The optimizer's moments after a resume are not those before it.",
     "data_order": "The tasks of a step are not those that the order of the data gives.",
     "priorities": "Tasks with other results are drawn equally often.",
-    "repeated_samples": "Responses to a task repeat those of an earlier step: seeds begin again.",
+    "repeated_seeds": "A step samples with the seed of an earlier step.",
     "random_states": "The random generators are not in the checkpoint's state.",
     "step_gap": "The steps of the run have a gap, or one twice.",
     "reference": "The reference has other weights than it began with.",

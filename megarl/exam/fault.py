@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 
@@ -58,7 +57,7 @@ def replace(original: Callable[..., Any], new: Callable[..., Any]) -> None:
         raise LookupError(f"no imported module has {original!r}")
 
 
-def wrap(original: FunctionType, around: Callable[..., Any]) -> None:
+def wrap(original: Callable[..., Any], around: Callable[..., Any]) -> None:
     """Replace a function by ``around(original, *args, **kwargs)``."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,150 @@
 
 from __future__ import annotations
 
-from megarl.exam.fault import Fault
+from collections.abc import Callable
+from dataclasses import replace as change
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megarl.exam.fault import Fault, wrap
+
+
+def _of_rows(split: str, rows: Callable[[list[Any]], list[Any]]) -> None:
+    """Change the rows that are read from a split's file."""
+    from megarl.tasks import row_files
+
+    def around(original: Any, path: Path, wanted: Any) -> Any:
+        names, found = original(path, wanted)
+        return names, rows(found) if path.stem == split else found
+
+    wrap(row_files.read_table, around)
+
+
+def _with_content(row: Any, content: str) -> Any:
+    return {**row, "prompt": [*row["prompt"][:-1], {**row["prompt"][-1], "content": content}]}
+
+
+def _rows_duplicated() -> None:
+    _of_rows("train", lambda rows: rows[: len(rows) // 10] * 10)
+
+
+def _held_out_leaked() -> None:
+    from megarl.tasks import row_files
+
+    def around(original: Any, path: Path, wanted: Any) -> Any:
+        names, found = original(path, wanted)
+        return names, original(path.with_stem("train"), wanted)[1][: len(found)] if path.stem == "eval" else found
+
+    wrap(row_files.read_table, around)
+
+
+def _answers_shifted() -> None:
+    _of_rows(
+        "train",
+        lambda rows: [
+            *rows[:3],
+            *({**row, "reward_model": other["reward_model"]} for row, other in zip(rows[3:], rows[4:], strict=False)),
+        ],
+    )
+
+
+def _answers_of_first_match() -> None:
+    def joined(rows: list[Any]) -> list[Any]:
+        first: dict[Any, Any] = {}
+        for row in rows:
+            first.setdefault(len(row["prompt"][-1]["content"]), row["reward_model"])
+        return [{**row, "reward_model": first[len(row["prompt"][-1]["content"])]} for row in rows]
+
+    _of_rows("train", joined)
+
+
+def _answer_in_prompt() -> None:
+    _of_rows(
+        "train",
+        lambda rows: [
+            _with_content(row, f"{row['prompt'][-1]['content']} {row['reward_model']['ground_truth']}") for row in rows
+        ],
+    )
+
+
+def _question_not_rendered() -> None:
+    _of_rows("train", lambda rows: [_with_content(row, "=") for row in rows])
+
+
+def _rows_dropped() -> None:
+    _of_rows("train", lambda rows: rows[::2])
+
+
+def _filter_counts_wrong() -> None:
+    from megarl.run.run_dir import rows
+
+    wrap(
+        rows.lengths_with_images,
+        lambda original, *args, **more: [length * (1 + length % 3) * 2 for length in original(*args, **more)],
+    )
+
+
+def _first_rows_only() -> None:
+    from megarl.buffer.store.store import TaskTable
+
+    wrap(TaskTable.ids, lambda original, table, split: original(table, split)[:12])
+
+
+def _of_order(numbers: Callable[[int, int, int, int], list[int]]) -> None:
+    """Take the numbers of rows from a function of their number, the position, the count and the seed."""
+    from megarl.buffer.order import draws
+
+    wrap(draws.numbers_from, lambda original, size, start, count, seed, *stream: numbers(size, start, count, seed))
+
+
+def _same_order_every_epoch() -> None:
+    def numbers(size: int, start: int, count: int, seed: int) -> list[int]:
+        order = np.random.default_rng([seed, 0]).permutation(size).tolist()
+        return [order[(start + i) % size] for i in range(count)]
+
+    _of_order(numbers)
+
+
+def _drawn_with_replacement() -> None:
+    _of_order(lambda size, start, count, seed: np.random.default_rng([seed, start]).integers(size, size=count).tolist())
+
+
+def _one_task_always() -> None:
+    from megarl.buffer.order import group_choice
+
+    def around(original: Any, weights: Any, draw: Any) -> list[int]:
+        return [0] * draw.count if draw.step else list(original(weights, draw))
+
+    wrap(group_choice.prioritized, around)
+
+
+def _priorities_ignored() -> None:
+    from megarl.buffer.order.group_choice import TaskChoice
+
+    wrap(TaskChoice._successes, lambda original, choice, step: {})
+
+
+def _chosen_rejected_swapped() -> None:
+    from megarl.tasks import rows
+
+    def around(original: Any, *args: Any) -> Any:
+        found = original(*args)
+        return change(found, chosen=found.rejected, rejected=found.chosen, answers=found.answers[::-1])
+
+    wrap(rows._preference, around)
+
+
+def _pairs_identical() -> None:
+    from megarl.tasks.templates import tokenizer
+
+    def around(original: Any, *args: Any, **more: Any) -> Any:
+        found = original(*args, **more)
+        return [(prompt, chosen, rejected if i % 3 else chosen) for i, (prompt, chosen, rejected) in enumerate(found)]
+
+    wrap(tokenizer.encode_preferences, around)
+
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -11,6 +154,7 @@ FAULTS: tuple[Fault, ...] = (
         "Every question is in the file many times.",
         alarm="duplicates",
         job="tiny",
+        install=_rows_duplicated,
         within=0,
     ),
     Fault(
@@ -19,6 +163,7 @@ FAULTS: tuple[Fault, ...] = (
         "Held-out rows are a part of the training rows.",
         alarm="held_out",
         job="tiny",
+        install=_held_out_leaked,
         within=0,
     ),
     Fault(
@@ -27,6 +172,7 @@ FAULTS: tuple[Fault, ...] = (
         "A row lost from one column pairs every later question with the next row's answer.",
         alarm="answers",
         job="tiny",
+        install=_answers_shifted,
     ),
     Fault(
         "answers-of-first-match",
@@ -34,6 +180,7 @@ FAULTS: tuple[Fault, ...] = (
         "Answers are joined to questions by a key that several rows share.",
         alarm="answers",
         job="tiny",
+        install=_answers_of_first_match,
     ),
     Fault(
         "answer-in-prompt",
@@ -41,6 +188,7 @@ FAULTS: tuple[Fault, ...] = (
         "The expected answer stands in the prompt.",
         alarm="answer_in_prompt",
         job="tiny",
+        install=_answer_in_prompt,
         within=0,
     ),
     Fault(
@@ -49,6 +197,7 @@ FAULTS: tuple[Fault, ...] = (
         "The template leaves the question out of the prompt.",
         alarm="same_prompts",
         job="tiny",
+        install=_question_not_rendered,
     ),
     Fault(
         "rows-dropped",
@@ -56,6 +205,7 @@ FAULTS: tuple[Fault, ...] = (
         "Rows that do not parse are left out without a word.",
         alarm="lost_rows",
         job="tiny",
+        install=_rows_dropped,
         within=0,
     ),
     Fault(
@@ -64,6 +214,8 @@ FAULTS: tuple[Fault, ...] = (
         "The filter of long prompts computes another length than the tokenizer gives, so rows are lost.",
         alarm="lost_rows",
         job="tiny",
+        install=_filter_counts_wrong,
+        settings=("taskset.overlong_prompts=drop",),
         within=0,
     ),
     Fault(
@@ -72,7 +224,9 @@ FAULTS: tuple[Fault, ...] = (
         "The row limit is applied before shuffling, so only the file's first rows are ever used.",
         alarm="data_order",
         job="tiny",
+        install=_first_rows_only,
         within=2,
+        begins=2,
     ),
     Fault(
         "same-order-every-epoch",
@@ -80,8 +234,10 @@ FAULTS: tuple[Fault, ...] = (
         "Every epoch has the same order.",
         alarm="data_order",
         job="tiny",
+        install=_same_order_every_epoch,
         settings=("taskset.train_size=16",),
         within=3,
+        begins=3,
     ),
     Fault(
         "drawn-with-replacement",
@@ -89,6 +245,7 @@ FAULTS: tuple[Fault, ...] = (
         "Tasks are drawn again before all others were drawn.",
         alarm="data_order",
         job="tiny",
+        install=_drawn_with_replacement,
         settings=("taskset.train_size=24",),
         within=3,
     ),
@@ -98,8 +255,10 @@ FAULTS: tuple[Fault, ...] = (
         "A task that never gets a score stays first in the order and takes all later slots.",
         alarm="data_order",
         job="tiny",
+        install=_one_task_always,
         settings=("taskset.order=prioritized",),
         within=2,
+        begins=2,
     ),
     Fault(
         "priorities-ignored",
@@ -107,8 +266,10 @@ FAULTS: tuple[Fault, ...] = (
         "Results of tasks never reach the sampler, which stays uniform.",
         alarm="priorities",
         job="tiny",
+        install=_priorities_ignored,
         settings=("taskset.order=prioritized",),
         within=3,
+        begins=3,
     ),
     Fault(
         "chosen-rejected-swapped",
@@ -116,6 +277,7 @@ FAULTS: tuple[Fault, ...] = (
         "Chosen and rejected answers are swapped.",
         alarm="preferences",
         job="dpo",
+        install=_chosen_rejected_swapped,
     ),
     Fault(
         "pairs-identical",
@@ -123,6 +285,7 @@ FAULTS: tuple[Fault, ...] = (
         "Pairs that are equal after truncation stay in the data with a constant loss.",
         alarm="preferences",
         job="dpo",
+        install=_pairs_identical,
         within=0,
     ),
 )

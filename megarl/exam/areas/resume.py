@@ -2,7 +2,208 @@
 
 from __future__ import annotations
 
-from megarl.exam.fault import Fault
+import os
+import random
+from collections.abc import Callable
+from dataclasses import replace as change
+from pathlib import Path
+from typing import Any
+
+from megarl.exam.fault import Fault, wrap
+
+
+def _on_resume(act: Callable[[Any, Any, Any], Any]) -> None:
+    """Call ``act`` with the checkpointer, the models and the state of a resumed run; it returns the state."""
+    from megarl.train.loop.checkpoints import Checkpointer
+
+    def around(original: Any, checkpointer: Any, models: Any) -> Any:
+        state = original(checkpointer, models)
+        return act(checkpointer, models, state) if state.step and not state.warming_up else state
+
+    wrap(Checkpointer.resume, around)
+
+
+def _resumed_step() -> Callable[[], int]:
+    """Return a function that returns the step of the resume; 0 in a first start."""
+    steps = [0]
+
+    def act(checkpointer: Any, models: Any, state: Any) -> Any:
+        steps[0] = state.step
+        return state
+
+    _on_resume(act)
+    return lambda: steps[0]
+
+
+def _lr_restarted() -> None:
+    from megarl.learn.training import optimizer
+
+    begun = _resumed_step()
+    wrap(optimizer.learning_rate, lambda original, config, step: original(config, max(0, step - begun())))
+
+
+def _lr_counted_twice() -> None:
+    from megarl.learn.training import optimizer
+
+    begun = _resumed_step()
+    wrap(optimizer.learning_rate, lambda original, config, step: original(config, step + begun()))
+
+
+def _moments_lost() -> None:
+    def act(checkpointer: Any, models: Any, state: Any) -> Any:
+        models.actor.optimizer.restart(models.config.trainer.optimizer)
+        return state
+
+    _on_resume(act)
+
+
+def _moments_swapped() -> None:
+    from megarl.weights.checkpoint.training.state import inner_optimizers
+
+    def act(checkpointer: Any, models: Any, state: Any) -> Any:
+        for inner in inner_optimizers(models.actor.optimizer.inner):
+            by_size: dict[int, list[Any]] = {}
+            for moments in inner.state.values():
+                by_size.setdefault(moments["exp_avg"].numel(), []).append(moments)
+            for equal in by_size.values():
+                kept = [moments["exp_avg"].clone() for moments in equal]
+                for moments, other in zip(equal, kept[1:] + kept[:1], strict=True):
+                    moments["exp_avg"].copy_(other)
+        return state
+
+    _on_resume(act)
+
+
+def _bias_correction_lost() -> None:
+    from megarl.weights.checkpoint.training.state import inner_optimizers
+
+    def act(checkpointer: Any, models: Any, state: Any) -> Any:
+        for inner in inner_optimizers(models.actor.optimizer.inner):
+            for group in inner.param_groups:
+                group["step"] = 1
+        return state
+
+    _on_resume(act)
+
+
+def _of_tasks(around: Callable[..., Any]) -> None:
+    from megarl.buffer.order.group_choice import TaskChoice
+
+    wrap(TaskChoice.tasks, around)
+
+
+def _data_restarted() -> None:
+    begun = _resumed_step()
+    _of_tasks(lambda original, choice, step, *args: original(choice, step - begun(), *args))
+
+
+def _data_skipped() -> None:
+    begun = _resumed_step()
+    _of_tasks(lambda original, choice, step, *args: original(choice, step + (begun() > 0), *args))
+
+
+def _data_of_other_seed() -> None:
+    begun = _resumed_step()
+    _of_tasks(lambda original, choice, step, seed, *args: original(choice, step, seed + (begun() > 0), *args))
+
+
+def _rows_changed(run_dir: Path) -> None:
+    import pyarrow.parquet as pq
+
+    path = run_dir / "data" / "train.parquet"
+    if path.is_file():
+        table = pq.read_table(path)
+        pq.write_table(table.take(list(range(table.num_rows))[::-1]), path)
+
+
+def _seeds_repeated() -> None:
+    from megarl.train.rollout.rollouts import GroupRequests
+
+    begun = _resumed_step()
+
+    def around(
+        original: Any, requests: Any, rollout_id: str, state: Any, step: int, *args: Any, asked_at: Any = None
+    ) -> Any:
+        done = step if asked_at is None else asked_at
+        return original(requests, rollout_id, state, step - begun(), *args, asked_at=done)
+
+    wrap(GroupRequests.request, around)
+
+
+def _generators_reseeded() -> None:
+    import numpy as np
+    import torch
+
+    from megarl.train.loop.checkpoints import Checkpointer
+
+    def around(original: Any, checkpointer: Any, models: Any) -> None:
+        original(checkpointer, models)
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(models.config.trainer.seed)
+
+    wrap(Checkpointer.put_random_states, around)
+
+
+def _step_counted_twice() -> None:
+    _on_resume(lambda checkpointer, models, state: change(state, step=state.step + 1))
+
+
+def _reference_of_actor() -> None:
+    from megarl.train.inference.models import Models
+
+    def around(original: Any, models: Any, step: int, *args: Any) -> None:
+        original(models, step, *args)
+        if step:
+            models.refresh_reference()
+
+    wrap(Models.build, around)
+
+
+def _kl_coef_restarted() -> None:
+    _on_resume(lambda checkpointer, models, state: change(state, kl_coef=None))
+
+
+def _average_lost() -> None:
+    from megarl.train.inference.models import Models
+
+    wrap(Models._begin, lambda original, models, role, checkpoint: original(models, role, None))
+
+
+def _actor_of_average() -> None:
+    from megarl.train.inference.models import Models
+
+    def around(original: Any, models: Any, role: str, checkpoint: Any) -> None:
+        original(models, role, checkpoint)
+        if checkpoint is not None and (checkpoint / role).is_dir():
+            models.actor.model.copy_from(models.more[role], bucket_bytes=models.config.sync.bucket_bytes)
+
+    wrap(Models._begin, around)
+
+
+def _actor_of_start() -> None:
+    def act(checkpointer: Any, models: Any, state: Any) -> Any:
+        models.load_beginning()
+        return state
+
+    _on_resume(act)
+
+
+def _best_forgotten() -> None:
+    from megarl.core import metrics
+
+    begun = _resumed_step()
+    wrap(
+        metrics.best_step,
+        lambda original, run_dir, name, steps: original(run_dir, name, {step for step in steps if step > begun()}),
+    )
+
+
+def _half_checkpoint(run_dir: Path) -> None:
+    files = [path for path in run_dir.glob("checkpoints/global_step_*/actor/*.distcp") if path.is_file()]
+    if files:
+        last = max(files, key=lambda path: (int(path.parts[-3].rpartition("_")[2]), path.stat().st_size))
+        os.truncate(last, last.stat().st_size // 2)
+
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -11,7 +212,9 @@ FAULTS: tuple[Fault, ...] = (
         "The learning rate's schedule begins again after a resume.",
         alarm="learning_rate",
         job="resume",
+        install=_lr_restarted,
         settings=("trainer.optimizer.warmup_steps=6",),
+        begins=3,
     ),
     Fault(
         "lr-counted-twice",
@@ -19,7 +222,9 @@ FAULTS: tuple[Fault, ...] = (
         "The learning rate's schedule counts the steps before a resume twice.",
         alarm="learning_rate",
         job="resume",
+        install=_lr_counted_twice,
         settings=("trainer.optimizer.warmup_steps=8",),
+        begins=3,
     ),
     Fault(
         "moments-lost",
@@ -27,7 +232,9 @@ FAULTS: tuple[Fault, ...] = (
         "Adam's moments are zero after a resume.",
         alarm="moments_lost",
         job="resume",
+        install=_moments_lost,
         within=0,
+        begins=3,
     ),
     Fault(
         "moments-swapped",
@@ -35,7 +242,9 @@ FAULTS: tuple[Fault, ...] = (
         "Adam's moments belong to other parameters after a resume.",
         alarm="moments_lost",
         job="resume",
+        install=_moments_swapped,
         within=0,
+        begins=3,
     ),
     Fault(
         "bias-correction-lost",
@@ -43,6 +252,8 @@ FAULTS: tuple[Fault, ...] = (
         "Adam's step count differs from the updates made, so its bias correction is wrong.",
         alarm="optimizer_steps",
         job="resume",
+        install=_bias_correction_lost,
+        begins=3,
     ),
     Fault(
         "data-restarted",
@@ -50,6 +261,8 @@ FAULTS: tuple[Fault, ...] = (
         "The order of the data begins again after a resume.",
         alarm="data_order",
         job="resume",
+        install=_data_restarted,
+        begins=3,
     ),
     Fault(
         "data-skipped",
@@ -57,6 +270,8 @@ FAULTS: tuple[Fault, ...] = (
         "The cursor of the data runs ahead of what was trained, so a resume skips tasks.",
         alarm="data_order",
         job="resume",
+        install=_data_skipped,
+        begins=3,
     ),
     Fault(
         "data-of-other-seed",
@@ -64,6 +279,8 @@ FAULTS: tuple[Fault, ...] = (
         "The subset of the data is drawn from an unseeded generator, so a resume goes on with other data.",
         alarm="data_order",
         job="resume",
+        install=_data_of_other_seed,
+        begins=3,
     ),
     Fault(
         "rows-changed",
@@ -71,14 +288,18 @@ FAULTS: tuple[Fault, ...] = (
         "The rows behind the data's cursor are others after a resume.",
         alarm="rows",
         job="resume",
+        prepare=_rows_changed,
         within=0,
+        begins=3,
     ),
     Fault(
         "seeds-repeated",
         "NVIDIA-NeMo/RL#226",
         "Engines sample with the seeds of the run's start again.",
-        alarm="repeated_samples",
+        alarm="repeated_seeds",
         job="resume",
+        install=_seeds_repeated,
+        begins=3,
     ),
     Fault(
         "generators-reseeded",
@@ -86,7 +307,9 @@ FAULTS: tuple[Fault, ...] = (
         "The restored random generators are seeded again after a resume.",
         alarm="random_states",
         job="resume",
+        install=_generators_reseeded,
         within=0,
+        begins=3,
     ),
     Fault(
         "step-counted-twice",
@@ -94,6 +317,8 @@ FAULTS: tuple[Fault, ...] = (
         "The step counter is one ahead after a resume.",
         alarm="step_gap",
         job="resume",
+        install=_step_counted_twice,
+        begins=3,
     ),
     Fault(
         "reference-of-actor",
@@ -101,6 +326,8 @@ FAULTS: tuple[Fault, ...] = (
         "The reference is made from the resumed actor, so the KL penalty begins at 0 again.",
         alarm="reference",
         job="resume",
+        install=_reference_of_actor,
+        begins=3,
     ),
     Fault(
         "kl-coef-restarted",
@@ -108,15 +335,9 @@ FAULTS: tuple[Fault, ...] = (
         "The adapted KL coefficient begins again from the settings.",
         alarm="kl_coef",
         job="resume",
+        install=_kl_coef_restarted,
         settings=("algorithm.kl.target=0.01", "algorithm.kl.horizon=100"),
-    ),
-    Fault(
-        "buffer-lost",
-        "OpenRLHF/OpenRLHF#1322",
-        "Groups that were sampled ahead are lost at a resume, and their tasks are skipped.",
-        alarm="missing_groups",
-        job="resume",
-        settings=("sync.max_staleness=1",),
+        begins=3,
     ),
     Fault(
         "average-lost",
@@ -124,7 +345,9 @@ FAULTS: tuple[Fault, ...] = (
         "The moving average begins again from the actor after a resume.",
         alarm="average",
         job="resume",
+        install=_average_lost,
         settings=("evaluation.average=0.9",),
+        begins=3,
     ),
     Fault(
         "actor-of-average",
@@ -132,8 +355,10 @@ FAULTS: tuple[Fault, ...] = (
         "The actor goes on from the moving average's weights after a resume.",
         alarm="written",
         job="resume",
+        install=_actor_of_average,
         settings=("evaluation.average=0.9",),
         within=0,
+        begins=3,
     ),
     Fault(
         "actor-of-start",
@@ -141,7 +366,9 @@ FAULTS: tuple[Fault, ...] = (
         "The actor has its first weights after a resume, while optimizer and step count go on.",
         alarm="written",
         job="resume",
+        install=_actor_of_start,
         within=0,
+        begins=3,
     ),
     Fault(
         "best-forgotten",
@@ -149,7 +376,15 @@ FAULTS: tuple[Fault, ...] = (
         "The best metric begins again after a resume, so a worse checkpoint replaces the best one.",
         alarm="best",
         job="resume",
+        install=_best_forgotten,
+        settings=(
+            "trainer.keep_best=actor/lr",
+            "trainer.keep_checkpoints=1",
+            "trainer.optimizer.decay_steps=8",
+            "trainer.optimizer.min_lr=1e-6",
+        ),
         within=2,
+        begins=3,
     ),
     Fault(
         "half-checkpoint",
@@ -157,6 +392,8 @@ FAULTS: tuple[Fault, ...] = (
         "A checkpoint whose writing was cut off is resumed from.",
         alarm="checkpoint",
         job="resume",
+        prepare=_half_checkpoint,
         within=0,
+        begins=3,
     ),
 )

@@ -2,7 +2,272 @@
 
 from __future__ import annotations
 
-from megarl.exam.fault import Fault
+import itertools
+import math
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace as change
+from typing import Any
+
+from megarl.core.schema import Reward
+from megarl.exam.fault import Fault, wrap
+
+
+def _every(number: int) -> Callable[[], bool]:
+    """Return a function that is true at every ``number``-th call."""
+    calls = itertools.count(1)
+    return lambda: next(calls) % number == 0
+
+
+def _of_failures(reward: Reward) -> None:
+    """Give every fourth try this reward, as where the grader's process was lost."""
+    from megarl.rewards.pool.pool import RewardPool
+
+    fails = _every(4)
+
+    async def around(original: Any, pool: Any, request: Any, before: Any) -> Any:
+        if fails():
+            return before._replace(reward=reward, message="the sandbox is gone", tries=before.tries + 1)
+        return await original(pool, request, before)
+
+    wrap(RewardPool._try, around)
+
+
+def _grader_failure_zero() -> None:
+    _of_failures(Reward(0.0, "wrong"))
+
+
+def _unverified_is_right() -> None:
+    _of_failures(Reward(1.0, "ok"))
+
+
+def _timeout_is_wrong() -> None:
+    from megarl.rewards.pool.pool import RewardPool
+    from megarl.rewards.pool.process import Worker
+
+    late = _every(4)
+
+    async def slow(original: Any, worker: Any, request: Any) -> Any:
+        if late():
+            raise TimeoutError
+        return await original(worker, request)
+
+    async def around(original: Any, pool: Any, request: Any, before: Any) -> Any:
+        found = await original(pool, request, before)
+        return found._replace(reward=Reward(0.0, "wrong")) if found.reward.status == "timeout" else found
+
+    wrap(Worker.score, slow)
+    wrap(RewardPool._try, around)
+
+
+def _of_members(rewards: Callable[[list[Any]], list[Reward]]) -> None:
+    """Give the members of each whole group other rewards."""
+    from megarl.explore.explorer.claimed import ClaimedGroup
+
+    def around(original: Any, group: Any, config: Any) -> Any:
+        found = original(group, config)
+        return found and [change(e, reward=reward) for e, reward in zip(found, rewards(found), strict=True)]
+
+    wrap(ClaimedGroup.members, around)
+
+
+def _verdicts_shifted() -> None:
+    _of_members(lambda found: [e.reward for e in [found[0], *found[:-1]]])
+
+
+def _short_reward_list() -> None:
+    _of_members(lambda found: [*(e.reward for e in found[:-1]), Reward(0.0, "wrong")])
+
+
+def _of_worker(score: Callable[[str, Any], float | None]) -> None:
+    """Give a response and its ground truth another score in the reward worker; None: the verifier's."""
+    from megarl.rewards.pool.worker import Function
+
+    def around(original: Any, function: Any, **request: Any) -> Any:
+        found = score(request["solution_str"], request["ground_truth"])
+        if found is None:
+            return original(function, **request)
+        return {"score": found, "status": "ok" if found else "wrong", "parts": {}}
+
+    wrap(Function.score, around)
+
+
+def _unparsed_is_zero() -> None:
+    unparsed = _every(4)
+    _of_worker(lambda text, truth: 0.0 if unparsed() else None)
+
+
+def _answer_anywhere() -> None:
+    _of_worker(lambda text, truth: 1.0 if str(truth) in text else None)
+
+
+def _every_test_passes() -> None:
+    _of_worker(lambda text, truth: 1.0)
+
+
+def _prompt_is_scored() -> None:
+    from megarl.rewards.pool.pool import RewardPool
+
+    async def around(original: Any, pool: Any, task: Any, text: str, **more: Any) -> Any:
+        return await original(pool, task, f"{task.question} {text}", **more)
+
+    wrap(RewardPool.score, around)
+
+
+def _tail_window() -> None:
+    from megarl.rewards.pool.worker import Function
+
+    def around(original: Any, function: Any, **request: Any) -> Any:
+        return original(function, **{**request, "solution_str": request["solution_str"][-1:]})
+
+    wrap(Function.score, around)
+
+
+def _environment_failure_zero() -> None:
+    from megarl.explore.environments.guess import Guess
+    from megarl.explore.environments.types import Observation
+
+    fails = _every(6)
+    wrap(
+        Guess.step,
+        lambda original, episode, response: (
+            Observation("", done=True, success=False) if fails() else original(episode, response)
+        ),
+    )
+
+
+def _zeroed_as_truncated() -> None:
+    from megarl.explore.explorer.trajectories import TrajectoryRunner
+
+    def around(original: Any, runner: Any, *args: Any) -> Any:
+        return original(runner, *args)._replace(reward=Reward(0.0, "wrong"))
+
+    wrap(TrajectoryRunner._settled, around)
+
+
+def _of_reply(score: Callable[[float], float]) -> None:
+    """Change the score of every verdict that a worker sends."""
+    from megarl.rewards.pool import pool
+
+    def around(original: Any, reply: Any) -> Any:
+        found = original(reply)
+        return found._replace(reward=change(found.reward, score=score(found.reward.score)))
+
+    wrap(pool._of_reply, around)
+
+
+def _reward_sign() -> None:
+    _of_reply(lambda score: -score)
+
+
+def _score_clipped() -> None:
+    _of_reply(lambda score: min(max(score, 0.0), 1.0))
+
+
+def _form_part_zero() -> None:
+    from megarl.rewards import verdict
+
+    def around(original: Any, *args: Any, **more: Any) -> Any:
+        return dict.fromkeys(original(*args, **more), 0.0)
+
+    wrap(verdict.shape_parts, around)
+
+
+def _truth_of_neighbour() -> None:
+    from megarl.rewards.pool.pool import RewardPool
+
+    asked: deque[Any] = deque(maxlen=64)
+
+    async def around(original: Any, pool: Any, task: Any, text: str, **more: Any) -> Any:
+        other = next((one for one in asked if one.task_id != task.task_id), task)
+        asked.append(task)
+        return await original(pool, change(task, reward_model=other.reward_model), text, **more)
+
+    wrap(RewardPool.score, around)
+
+
+def _verdict_cached_by_task() -> None:
+    from megarl.rewards.pool.pool import RewardPool
+
+    known: dict[str, Any] = {}
+
+    async def around(original: Any, pool: Any, task: Any, text: str, **more: Any) -> Any:
+        if task.task_id not in known:
+            known[task.task_id] = await original(pool, task, text, **more)
+        return known[task.task_id]
+
+    wrap(RewardPool.score, around)
+
+
+def _rewards_of_last_step() -> None:
+    from megarl.buffer.experience import pipeline
+
+    kept: list[Reward] = []
+
+    def around(original: Any, *args: Any, **more: Any) -> Any:
+        found = original(*args, **more)
+        rewards, kept[:] = list(kept), [e.reward for e in found.trajectories]
+        pairs = zip(found.trajectories, rewards, strict=False)
+        changed = [change(e, reward=reward) for e, reward in pairs]
+        return found._replace(trajectories=[*changed, *found.trajectories[len(changed) :]])
+
+    wrap(pipeline.verify, around)
+
+
+def _masked_in_baseline() -> None:
+    from megarl.buffer.experience import pipeline
+    from megarl.buffer.experience.operators import group_stats
+
+    def around(original: Any, trajectories: Any) -> Any:
+        found = []
+        for group in pipeline.by_group(trajectories):
+            failed = [0.0] * (group[0].group_size - len(group))
+            stats = group_stats([*(e.reward.score for e in group), *failed])
+            found += [change(e, group_stats=stats) for e in group]
+        return found
+
+    _of_failures(Reward(math.nan, "error"))
+    wrap(pipeline.with_group_stats, around)
+
+
+def _verdictless_trained() -> None:
+    from megarl.buffer.experience import pipeline
+
+    def around(original: Any, trajectory: Any, config: Any) -> Any:
+        reward = trajectory.reward
+        return change(trajectory, reward=change(reward, score=0.0)) if reward.status == "error" else trajectory
+
+    _of_failures(Reward(math.nan, "error"))
+    wrap(pipeline.lacks_reward, lambda original, *args: False)
+    wrap(pipeline._settled, around)
+
+
+def _baseline_across_prompts() -> None:
+    from megarl.buffer.experience import pipeline
+    from megarl.buffer.experience.operators import group_stats
+
+    def around(original: Any, trajectories: Any) -> Any:
+        number = len(pipeline.by_group(trajectories))
+        stats = [group_stats([e.reward.score for e in trajectories[i::number]]) for i in range(number)]
+        return [change(e, group_stats=stats[i % number]) for i, e in enumerate(trajectories)]
+
+    wrap(pipeline.with_group_stats, around)
+
+
+def _overlong_skipped() -> None:
+    from megarl.buffer.experience import pipeline
+
+    wrap(pipeline.shaped, lambda original, trajectory, *args: trajectory)
+
+
+def _overlong_from_zero() -> None:
+    from megarl.rewards import verdict
+
+    def around(original: Any, length: int, limit: int, buffer: int, penalty: float = 1.0) -> float:
+        return -penalty * max(0, min(length, limit) - buffer) / max(1, limit - buffer)
+
+    wrap(verdict.overlong_penalty, around)
+
 
 FAULTS: tuple[Fault, ...] = (
     Fault(
@@ -11,6 +276,7 @@ FAULTS: tuple[Fault, ...] = (
         "A failure of the grader (a lost sandbox, a broken pipe) counts as score 0 and status wrong.",
         alarm="verdicts",
         job="tiny",
+        install=_grader_failure_zero,
     ),
     Fault(
         "timeout-is-wrong",
@@ -18,6 +284,7 @@ FAULTS: tuple[Fault, ...] = (
         "A verifier that times out gives a plain wrong verdict, so the timeout cannot be masked.",
         alarm="verdicts",
         job="tiny",
+        install=_timeout_is_wrong,
     ),
     Fault(
         "verdicts-shifted",
@@ -25,6 +292,7 @@ FAULTS: tuple[Fault, ...] = (
         "One extra score moves every later score of a group to the neighbour's response.",
         alarm="verdicts",
         job="tiny",
+        install=_verdicts_shifted,
     ),
     Fault(
         "short-reward-list",
@@ -32,6 +300,7 @@ FAULTS: tuple[Fault, ...] = (
         "A reward list that is too short is zipped, so the last member of each group has no verdict and counts as 0.",
         alarm="verdicts",
         job="tiny",
+        install=_short_reward_list,
     ),
     Fault(
         "unparsed-is-zero",
@@ -39,6 +308,7 @@ FAULTS: tuple[Fault, ...] = (
         "An answer that the judge cannot parse counts as score 0 instead of a failed verdict.",
         alarm="verdicts",
         job="reward",
+        install=_unparsed_is_zero,
     ),
     Fault(
         "unverified-is-right",
@@ -46,20 +316,15 @@ FAULTS: tuple[Fault, ...] = (
         "An answer that could not be verified gets the full reward.",
         alarm="verdicts",
         job="tiny",
+        install=_unverified_is_right,
     ),
     Fault(
         "prompt-is-scored",
         "verl-project/verl#459",
         "The verifier reads prompt and response together.",
         alarm="verdicts",
-        job="reward",
-    ),
-    Fault(
-        "tool-output-is-scored",
-        "verl-project/verl#6392",
-        "The verifier reads the tool's output as if the model had written it.",
-        alarm="verdicts",
-        job="turns",
+        job="tiny",
+        install=_prompt_is_scored,
     ),
     Fault(
         "answer-anywhere",
@@ -67,6 +332,7 @@ FAULTS: tuple[Fault, ...] = (
         "A response is right if the expected answer occurs anywhere in it.",
         alarm="verdicts",
         job="tiny",
+        install=_answer_anywhere,
     ),
     Fault(
         "tail-window",
@@ -74,6 +340,15 @@ FAULTS: tuple[Fault, ...] = (
         "The response is cut to a window of its last characters before it is scored.",
         alarm="verdicts",
         job="tiny",
+        install=_tail_window,
+    ),
+    Fault(
+        "environment-failure-zero",
+        "Tencent-Hunyuan/UniRL#214",
+        "An environment that fails ends the trajectory as a usual one with reward 0.",
+        alarm="verdicts",
+        job="turns",
+        install=_environment_failure_zero,
     ),
     Fault(
         "every-test-passes",
@@ -81,6 +356,7 @@ FAULTS: tuple[Fault, ...] = (
         "The exit status of the tests is not read, so every answer passes.",
         alarm="no_signal",
         job="tiny",
+        install=_every_test_passes,
         within=2,
     ),
     Fault(
@@ -89,10 +365,16 @@ FAULTS: tuple[Fault, ...] = (
         "Whole responses get the 0 that is meant for truncated ones.",
         alarm="no_signal",
         job="tiny",
+        install=_zeroed_as_truncated,
         within=2,
     ),
     Fault(
-        "reward-sign", "NVlabs/alpamayo-recipes#29", "A better answer gets a lower score.", alarm="verdicts", job="tiny"
+        "reward-sign",
+        "NVlabs/alpamayo-recipes#29",
+        "A better answer gets a lower score.",
+        alarm="verdicts",
+        job="tiny",
+        install=_reward_sign,
     ),
     Fault(
         "score-clipped",
@@ -100,15 +382,17 @@ FAULTS: tuple[Fault, ...] = (
         "Scores of a wider range are clipped to 0..1.",
         alarm="verdicts",
         job="tiny",
+        install=_score_clipped,
         settings=("reward.weight=2.0",),
     ),
     Fault(
-        "format-part-zero",
+        "form-part-zero",
         "Visual-Agent/DeepEyes#83",
         "The part of the reward for the response's form is always 0.",
         alarm="verdicts",
         job="tiny",
-        settings=("reward.format.weight=0.5",),
+        install=_form_part_zero,
+        settings=("reward.language.weight=0.5", "reward.language.language=zh"),
     ),
     Fault(
         "truth-of-neighbour",
@@ -116,6 +400,7 @@ FAULTS: tuple[Fault, ...] = (
         "Responses are compared with the answer of another task of the batch.",
         alarm="verdicts",
         job="tiny",
+        install=_truth_of_neighbour,
     ),
     Fault(
         "verdict-cached-by-task",
@@ -123,6 +408,7 @@ FAULTS: tuple[Fault, ...] = (
         "The key of the score cache lacks the response, so other responses get a cached verdict.",
         alarm="verdicts",
         job="tiny",
+        install=_verdict_cached_by_task,
     ),
     Fault(
         "rewards-of-last-step",
@@ -130,7 +416,9 @@ FAULTS: tuple[Fault, ...] = (
         "A step trains on the rewards of the step before it.",
         alarm="verdicts",
         job="tiny",
+        install=_rewards_of_last_step,
         within=2,
+        begins=2,
     ),
     Fault(
         "masked-in-baseline",
@@ -138,6 +426,7 @@ FAULTS: tuple[Fault, ...] = (
         "A member that is masked because its verifier failed still counts as 0 in its group's mean and deviation.",
         alarm="baseline",
         job="tiny",
+        install=_masked_in_baseline,
         settings=("reward.on_error=mask", "reward.retries=0", "buffer.min_members=2"),
     ),
     Fault(
@@ -146,6 +435,7 @@ FAULTS: tuple[Fault, ...] = (
         "Members without a verdict are trained as rows with reward 0.",
         alarm="no_verdict",
         job="tiny",
+        install=_verdictless_trained,
         settings=("reward.retries=0",),
     ),
     Fault(
@@ -154,6 +444,7 @@ FAULTS: tuple[Fault, ...] = (
         "Mean and deviation of a group are taken over responses of different prompts.",
         alarm="baseline",
         job="tiny",
+        install=_baseline_across_prompts,
     ),
     Fault(
         "overlong-skipped",
@@ -161,7 +452,8 @@ FAULTS: tuple[Fault, ...] = (
         "The penalty of long responses is configured and never applied.",
         alarm="shaping",
         job="tiny",
-        settings=("reward.overlong_buffer=4",),
+        install=_overlong_skipped,
+        settings=("reward.overlong_buffer=6",),
     ),
     Fault(
         "overlong-from-zero",
@@ -169,6 +461,7 @@ FAULTS: tuple[Fault, ...] = (
         "The penalty of long responses begins at the buffer's length instead of the limit minus the buffer.",
         alarm="shaping",
         job="tiny",
+        install=_overlong_from_zero,
         settings=("reward.overlong_buffer=6",),
     ),
 )
