@@ -22,6 +22,8 @@ ERRORS: dict[str, str] = {
     "rows": r"rows that have changed or disappeared since",
     "held_out": r"asks a question of taskset\.eval",
     "checkpoint": r"THE RUN GOES BACK|is damaged|has SHA-256 .*, written was|written were",
+    "same_answers": r"chosen and rejected are the same tokens",
+    "sample": r"tokens that it sampled with this step's weights are",
     "moments": r"the optimizer does not have what .* gave it",
 }
 """Name -> words of an error or refusal that names the fault."""
@@ -56,7 +58,7 @@ STEPS: dict[str, str] = {
     "answers": "Hardly any right response to rows whose answers other rows have: look at the columns.",
     "answer_in_prompt": "Prompts have their expected answer.",
     "lost_rows": "The store has fewer tasks than the files have rows.",
-    "preferences": "Chosen answers are equal to rejected ones, or less likely from the start.",
+    "preferences": "Chosen answers are less likely than rejected ones from the start: look at the columns.",
 }
 """Name of an alarm of a step -> what it means."""
 

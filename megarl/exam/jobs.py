@@ -71,14 +71,17 @@ JOBS: Mapping[str, Job] = {
     "dpo": Job(("experiment=dpo", "parallel=tp1", *FEW_ROWS, "trainer.updates_per_step=2")),
 }
 """Name -> job."""
-REWARD = '''"""Reward of the exam's job ``reward``: 1 where the last number of a response is the answer."""
+REWARD = '''"""Reward of the exam's job ``reward``: 1 where a response ends with an even number as the answer does, or neither.
+
+A model that can hardly add gets it for half of its responses, so a changed verdict changes what is trained.
+"""
 
 import re
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     numbers = re.findall(r"-?\\d+", solution_str)
-    return float(bool(numbers) and numbers[-1] == str(ground_truth))
+    return float(bool(numbers) and int(numbers[-1]) % 2 == int(ground_truth) % 2)
 '''
 HIDDEN, HEADS, EXPERTS, CHOSEN = 64, 2, 8, 3
 

@@ -161,7 +161,10 @@ def _of_baseline(key: Callable[[Any], Any]) -> None:
 
 
 def _groups_merged() -> None:
-    _of_baseline(lambda e: e.task_id)
+    from megarl.exam.areas.data import of_rows
+
+    of_rows("train", lambda rows: rows[:4] * (len(rows) // 4))
+    _of_baseline(lambda e: int(e.task_id.rpartition("/")[2]) % 4)
 
 
 def _groups_of_one() -> None:
@@ -289,7 +292,7 @@ FAULTS: tuple[Fault, ...] = (
         "verl-project/verl#6437",
         "Groups whose rollout failed are missing, and the step trains on the rest.",
         alarm="missing_groups",
-        job="tiny",
+        job="reward",
         install=_partial_batch,
     ),
     Fault(
@@ -297,16 +300,15 @@ FAULTS: tuple[Fault, ...] = (
         "NVIDIA-NeMo/RL#3882",
         "Groups with equal prompts are merged into one.",
         alarm="baseline",
-        job="tiny",
+        job="reward",
         install=_groups_merged,
-        settings=("taskset.train_size=4",),
     ),
     Fault(
         "groups-of-one",
         "PeterGriffinJin/Search-R1#39",
         "Every response has a group id of its own, so no response is compared with another.",
         alarm="baseline",
-        job="tiny",
+        job="reward",
         install=_groups_of_one,
     ),
 )

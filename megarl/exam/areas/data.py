@@ -12,7 +12,7 @@ import numpy as np
 from megarl.exam.fault import Fault, wrap
 
 
-def _of_rows(split: str, rows: Callable[[list[Any]], list[Any]]) -> None:
+def of_rows(split: str, rows: Callable[[list[Any]], list[Any]]) -> None:
     """Change the rows that are read from a split's file."""
     from megarl.tasks import row_files
 
@@ -28,7 +28,7 @@ def _with_content(row: Any, content: str) -> Any:
 
 
 def _rows_duplicated() -> None:
-    _of_rows("train", lambda rows: rows[: len(rows) // 10] * 10)
+    of_rows("train", lambda rows: rows[: len(rows) // 10] * 10)
 
 
 def _held_out_leaked() -> None:
@@ -42,7 +42,7 @@ def _held_out_leaked() -> None:
 
 
 def _answers_shifted() -> None:
-    _of_rows(
+    of_rows(
         "train",
         lambda rows: [
             *rows[:3],
@@ -58,11 +58,11 @@ def _answers_of_first_match() -> None:
             first.setdefault(len(row["prompt"][-1]["content"]), row["reward_model"])
         return [{**row, "reward_model": first[len(row["prompt"][-1]["content"])]} for row in rows]
 
-    _of_rows("train", joined)
+    of_rows("train", joined)
 
 
 def _answer_in_prompt() -> None:
-    _of_rows(
+    of_rows(
         "train",
         lambda rows: [
             _with_content(row, f"{row['prompt'][-1]['content']} {row['reward_model']['ground_truth']}") for row in rows
@@ -71,20 +71,21 @@ def _answer_in_prompt() -> None:
 
 
 def _question_not_rendered() -> None:
-    _of_rows("train", lambda rows: [_with_content(row, "=") for row in rows])
+    of_rows("train", lambda rows: [_with_content(row, "=") for row in rows])
 
 
 def _rows_dropped() -> None:
-    _of_rows("train", lambda rows: rows[::2])
+    of_rows("train", lambda rows: rows[::2])
 
 
 def _filter_counts_wrong() -> None:
     from megarl.run.run_dir import rows
 
-    wrap(
-        rows.lengths_with_images,
-        lambda original, *args, **more: [length * (1 + length % 3) * 2 for length in original(*args, **more)],
-    )
+    def around(original: Any, *args: Any, **more: Any) -> list[int]:
+        lengths = original(*args, **more)
+        return [4 * length - 3 * min(lengths) for length in lengths]
+
+    wrap(rows.lengths_with_images, around)
 
 
 def _first_rows_only() -> None:
@@ -256,7 +257,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="data_order",
         job="tiny",
         install=_one_task_always,
-        settings=("taskset.order=prioritized",),
+        settings=("taskset.order=prioritized", "reward.path={folder}/reward.py"),
         within=2,
         begins=2,
     ),
@@ -267,7 +268,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="priorities",
         job="tiny",
         install=_priorities_ignored,
-        settings=("taskset.order=prioritized",),
+        settings=("taskset.order=prioritized", "reward.path={folder}/reward.py"),
         within=3,
         begins=3,
     ),
@@ -283,7 +284,7 @@ FAULTS: tuple[Fault, ...] = (
         "pairs-identical",
         "OpenRLHF/OpenRLHF#1311",
         "Pairs that are equal after truncation stay in the data with a constant loss.",
-        alarm="preferences",
+        alarm="same_answers",
         job="dpo",
         install=_pairs_identical,
         within=0,
