@@ -71,7 +71,7 @@ JOBS: Mapping[str, Job] = {
     "dpo": Job(("experiment=dpo", "parallel=tp1", *FEW_ROWS, "trainer.updates_per_step=2")),
 }
 """Name -> job."""
-REWARD = '''"""Reward of the exam's job ``reward``: 1 where a response ends with an even number as the answer does, or neither.
+REWARD = '''"""Reward of the exam's job ``reward``: 1 where a response's last number is even, or odd, as the answer is.
 
 A model that can hardly add gets it for half of its responses, so a changed verdict changes what is trained.
 """
