@@ -43,6 +43,7 @@ STEPS: dict[str, str] = {
     "missing_groups": "A step has fewer groups, or members, than it has asked for.",
     "learning_rate": "The learning rate is not that of the schedule at this step.",
     "optimizer_steps": "The optimizer has counted other steps than the updates that were made.",
+    "resumed_weights": "The weights after a resume are not those that the checkpoint was made of.",
     "moments_lost": "The optimizer's moments after a resume are not those before it.",
     "data_order": "The tasks of a step are not those that the order of the data gives.",
     "priorities": "Tasks with other results are drawn equally often.",
