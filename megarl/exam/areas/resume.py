@@ -233,7 +233,6 @@ FAULTS: tuple[Fault, ...] = (
         alarm="moments_lost",
         job="resume",
         install=_moments_lost,
-        within=0,
         begins=3,
     ),
     Fault(
@@ -243,7 +242,6 @@ FAULTS: tuple[Fault, ...] = (
         alarm="moments_lost",
         job="resume",
         install=_moments_swapped,
-        within=0,
         begins=3,
     ),
     Fault(
@@ -289,7 +287,6 @@ FAULTS: tuple[Fault, ...] = (
         alarm="rows",
         job="resume",
         prepare=_rows_changed,
-        within=0,
         begins=3,
     ),
     Fault(
@@ -308,7 +305,6 @@ FAULTS: tuple[Fault, ...] = (
         alarm="random_states",
         job="resume",
         install=_generators_reseeded,
-        within=0,
         begins=3,
     ),
     Fault(
@@ -357,7 +353,6 @@ FAULTS: tuple[Fault, ...] = (
         job="resume",
         install=_actor_of_average,
         settings=("evaluation.average=0.9",),
-        within=0,
         begins=3,
     ),
     Fault(
@@ -367,7 +362,6 @@ FAULTS: tuple[Fault, ...] = (
         alarm="resumed_weights",
         job="resume",
         install=_actor_of_start,
-        within=0,
         begins=3,
     ),
     Fault(
@@ -388,7 +382,6 @@ FAULTS: tuple[Fault, ...] = (
         alarm="checkpoint",
         job="resume",
         prepare=_half_checkpoint,
-        within=0,
         begins=3,
     ),
 )
