@@ -305,6 +305,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="random_states",
         job="resume",
         install=_generators_reseeded,
+        settings=("model.lora.rank=4", "model.lora.alpha=8", "model.lora.dropout=0.1"),
         begins=3,
     ),
     Fault(
