@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from megarl.config.alarms import AlarmsConfig
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.config.bounds import (
     Bound,
@@ -647,3 +648,4 @@ class Config:
     sync: SyncConfig = field(default_factory=SyncConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     buffer: BufferConfig = field(default_factory=BufferConfig)
+    alarms: AlarmsConfig = field(default_factory=AlarmsConfig)

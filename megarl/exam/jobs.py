@@ -7,27 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-FEW_ROWS = (
+FEW = (
     "taskset.train_size=300",
     "taskset.eval_size=20",
-    "taskset.warm_start_size=300",
-    "trainer.warm_start.steps=5",
-    "trainer.warm_start.batch_size=32",
+    "taskset.warm_start_size=2000",
     "trainer.tasks_per_step=8",
+    "trainer.updates_per_step=2",
     "trainer.checkpoint_interval=2",
     "rollout.kv_cache_bytes=33554432",
     "rollout.max_num_seqs=64",
+    "rollout.max_prompt_tokens=null",
     "cluster.restarts=0",
 )
-TINY = (
-    "experiment=quickstart",
-    *FEW_ROWS,
-    "trainer.updates_per_step=2",
-    "taskset.options.max_terms=2",
-    "taskset.options.max_digits=2",
-    "taskset.options.slip_percent=0",
-    "rollout.max_response_tokens=8",
-)
+SUMS = ("experiment=quickstart", *FEW)
+NOT_AGAIN = ("model.from_scratch=null", "trainer.warm_start.steps=0")
+TINY = (*SUMS, "model.path={folder}/sums", *NOT_AGAIN)
+GUESS = ("experiment=guess", *FEW, "parallel=tp1")
 
 
 @dataclass(frozen=True)
@@ -58,40 +53,41 @@ JOBS: Mapping[str, Job] = {
     "evaluated": Job((*ONE_RANK, "trainer.eval_interval=2")),
     "resume": Job(ONE_RANK, stops=(2, 4)),
     "reward": Job((*ONE_RANK, "reward.path={folder}/reward.py")),
-    "moe": Job(
-        (
-            *ONE_RANK,
-            "model.path={folder}/experts",
-            "model.from_scratch=null",
-            "rollout.routing_replay=true",
-            "rollout.max_prompt_tokens=null",
-        )
-    ),
-    "turns": Job(("experiment=guess", *FEW_ROWS, "parallel=tp1", "trainer.updates_per_step=2")),
-    "dpo": Job(("experiment=dpo", "parallel=tp1", *FEW_ROWS, "trainer.updates_per_step=2")),
+    "moe": Job((*ONE_RANK, "model.path={folder}/experts", "rollout.routing_replay=true")),
+    "turns": Job((*GUESS, "model.path={folder}/guess", *NOT_AGAIN)),
+    "dpo": Job(("experiment=dpo", "parallel=tp1", *FEW, "trainer.warm_start.steps=20")),
 }
 """Name -> job."""
-REWARD = '''"""Reward of the exam's job ``reward``: 1 where a response's last number is even, or odd, as the answer is.
-
-A model that can hardly add gets it for half of its responses, so a changed verdict changes what is trained.
-"""
+MODELS: Mapping[str, tuple[str, ...]] = {
+    "sums": (*SUMS, "parallel=tp1", "trainer.warm_start.steps=300"),
+    "guess": (*GUESS, "trainer.warm_start.steps=100"),
+    "experts": (
+        *SUMS,
+        "parallel=tp1",
+        "model.path={folder}/raw_experts",
+        "model.from_scratch=null",
+        "trainer.warm_start.steps=200",
+    ),
+}
+"""Folder of a model -> settings of the job whose warm start makes it. Untrained models have no rewards that differ."""
+REWARD = '''"""Reward of the exam's job ``reward``: 1 where the last number of a response is the answer."""
 
 import re
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     numbers = re.findall(r"-?\\d+", solution_str)
-    return float(bool(numbers) and int(numbers[-1]) % 2 == int(ground_truth) % 2)
+    return float(bool(numbers) and numbers[-1] == str(ground_truth))
 '''
 HIDDEN, HEADS, EXPERTS, CHOSEN = 64, 2, 8, 3
 
 
 def make_files(folder: Path) -> None:
-    """Write the files that settings name as ``{folder}/…``: a reward function and a model with experts."""
+    """Write the files that settings name as ``{folder}/…``: a reward function, and an untrained model with experts."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "reward.py").write_text(REWARD)
-    if not (folder / "experts" / "config.json").is_file():
-        _save_experts(folder / "experts")
+    if not (folder / "raw_experts" / "config.json").is_file():
+        _save_experts(folder / "raw_experts")
 
 
 def _save_experts(folder: Path) -> None:

@@ -18,7 +18,7 @@ from megarl.core.metrics import records
 from megarl.core.processes.fork import Forked, ForkServer
 from megarl.exam.alarms import named
 from megarl.exam.fault import Fault
-from megarl.exam.jobs import JOBS, make_files, settings_of
+from megarl.exam.jobs import JOBS, MODELS, Job, make_files, settings_of
 from megarl.exam.processes import ENVIRONMENT, MODULES, NO_FAULT
 
 LIMIT_S = 240.0
@@ -99,6 +99,8 @@ class Runner:
 
     def run_all(self, exams: Sequence[Exam], at_once: int) -> None:
         """Run those whose outcome is not kept; print a line for each."""
+        for name in MODELS:
+            self._make_model(name)
         due = [exam for exam in exams if not self.path(exam.name).is_file()]
         with ThreadPoolExecutor(at_once) as pool:
             for _ in pool.map(self._keep, due):
@@ -122,6 +124,20 @@ class Runner:
         right = "" if fault is None else " (right)" if outcome.found and outcome.names(fault) else f" ({fault.alarm}?)"
         sys.stdout.write(f"{exam.name}: status {outcome.status}, {outcome.steps} steps, {said}{right}\n")
         sys.stdout.flush()
+
+    def _make_model(self, name: str) -> None:
+        """Make a model that jobs begin with, once. Raises RuntimeError with the log's last lines."""
+        files, run_dir = self.folder / "files", self.folder / "runs" / name
+        if (files / name).is_dir():
+            return
+        shutil.rmtree(run_dir, ignore_errors=True)
+        run_dir.mkdir(parents=True)
+        log = run_dir.with_suffix(".log")
+        settings = settings_of(Job(MODELS[name]), files, run_dir, (), 1)
+        if self._start([NO_FAULT, *settings], log) != 0:
+            raise RuntimeError(f"the exam's model {name} could not be made:\n{log.read_text()[-2000:]}")
+        os.replace(run_dir / "hf", files / name)
+        shutil.rmtree(run_dir)
 
     def _run(self, exam: Exam) -> Outcome:
         run_dir, job, fault, status = self.folder / "runs" / exam.name, JOBS[exam.job], exam.fault, None

@@ -21,6 +21,7 @@ FACE = (
     "models.teaching",
     "parallel.grid",
     "parallel.process_groups",
+    "plain",
     "training.adapters",
     "training.model",
     "training.objectives",

@@ -216,7 +216,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="lost_rows",
         job="tiny",
         install=_filter_counts_wrong,
-        settings=("taskset.overlong_prompts=drop",),
+        settings=("taskset.overlong_prompts=drop", "rollout.max_prompt_tokens=24"),
         within=0,
     ),
     Fault(

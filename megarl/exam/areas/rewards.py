@@ -331,7 +331,7 @@ FAULTS: tuple[Fault, ...] = (
         "PrimeIntellect-ai/verifiers#1028",
         "A response is right if the expected answer occurs anywhere in it.",
         alarm="verdicts",
-        job="reward",
+        job="tiny",
         install=_answer_anywhere,
     ),
     Fault(
@@ -339,7 +339,7 @@ FAULTS: tuple[Fault, ...] = (
         "verl-project/verl#7274",
         "The response is cut to a window of its last characters before it is scored.",
         alarm="verdicts",
-        job="reward",
+        job="tiny",
         install=_tail_window,
     ),
     Fault(
@@ -407,7 +407,7 @@ FAULTS: tuple[Fault, ...] = (
         "vllm-project/vllm#51445",
         "The key of the score cache lacks the response, so other responses get a cached verdict.",
         alarm="verdicts",
-        job="reward",
+        job="tiny",
         install=_verdict_cached_by_task,
     ),
     Fault(

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from megarl.config import Config
 from megarl.train.part import Part, Services
 from megarl.train.parts.ahead import DrainAhead
+from megarl.train.parts.alarms import Alarms
 from megarl.train.parts.average import AveragedActor
 from megarl.train.parts.batches import KeptBatches
 from megarl.train.parts.cold import ColdCheck
@@ -42,6 +43,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: True, TruncationLine),
     (lambda c: True, AccountLine),
     (lambda c: True, PredictedSeconds),
+    (lambda c: True, Alarms),
 )
 
 

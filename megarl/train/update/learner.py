@@ -27,6 +27,7 @@ from megarl.config.schema import TeacherConfig, UpdateFilterConfig
 from megarl.core.errors import NonRetryableError
 from megarl.core.metrics import Sums, mean_of_sums
 from megarl.core.schema import GroupStats, Trajectory, WeightsVersion
+from megarl.learn import plain
 from megarl.learn.algorithms import Algorithm, StepInput
 from megarl.learn.algorithms.terms import token_rewards
 from megarl.learn.algorithms.terms.reduction import counts
@@ -41,6 +42,7 @@ from megarl.train.batch.samples import WithArrays
 from megarl.train.inference.distributions import divergence_of, teacher_weights
 from megarl.train.inference.inference import Inference
 from megarl.train.ranks import Ranks, Reporter, TrainState
+from megarl.train.update.witness import Witness
 
 
 class RollBack(Exception):
@@ -211,7 +213,10 @@ class Learner:
         taught = divergence_of(batch, settings, teachers) if reads_distribution(settings) else None
         policy = partial(objectives.policy, self.algorithm, settings, batch.sequences, taught=taught)
         first = policy(unchanged=True) if self.inference.first_update_infers else None
-        state, updated = self.update(state, batch, policy(), settings, first)
+        witness = None
+        if self.config.alarms.witness and plain.covers(settings) and not self.critic_alone(state) and batch.updates:
+            witness = Witness(batch, settings, unchanged=first is not None)
+        state, updated = self.update(state, batch, policy(), settings, first, witness)
         return state, estimated | updated
 
     def estimate(self, state: TrainState, batch: StepBatch) -> tuple[TrainState, dict[str, float]]:
@@ -255,12 +260,14 @@ class Learner:
         policy: Objective,
         settings: AlgorithmConfig,
         first: Objective | None = None,
+        witness: Witness | None = None,
     ) -> tuple[TrainState, dict[str, float]]:
         """Make the step's optimizer updates: of the critic, and of the actor by ``policy``.
 
         Args:
             settings: The algorithm's settings with the step's KL coefficient.
             first: Objective of the first update, which then fills ``old_logp`` of its tokens.
+            witness: Computes the actor's first update a second time; None for none.
 
         Returns:
             The state with the updates' gradient norms, and metrics over all ranks.
@@ -270,6 +277,7 @@ class Learner:
         actor_step = number if critic is None else number - config.critic.warmup_steps
         sums: list[Sums] = []
         updates: list[Sums] = []
+        differences: dict[str, float] = {}
 
         def learn(
             update: int,
@@ -278,10 +286,14 @@ class Learner:
             units: list[list[int]],
             lr: float,
             logp: torch.Tensor | None = None,
+            witness: Witness | None = None,
         ) -> None:
             nonlocal state
-            found = trained.backward(sequences, trained.model.micro_batches(sequences, units), objective, logp)
+            watched = objective if witness is None else witness.watching(objective)
+            found = trained.backward(sequences, trained.model.micro_batches(sequences, units), watched, logp)
             norm = trained.gradient_norm()
+            if witness is not None:
+                differences.update(witness.differences(trained, found))
             admitted, state = self._updates.admits(state, objective.name, found, norm, update)
             if admitted:
                 trained.step(lr)
@@ -304,9 +316,11 @@ class Learner:
             if not alone:
                 own = first if i == 0 else None
                 lr = learning_rate(config.trainer.optimizer, actor_step)
-                learn(i, actor, own or policy, units, lr, sequences.old_logp if own else None)
+                old = sequences.old_logp if own else None
+                learn(i, actor, own or policy, units, lr, old, None if i else witness)
         self._models.finish_gathers()
-        return state, mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | self._updates.end(state)
+        metrics = mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | differences
+        return state, metrics | self._updates.end(state)
 
 
 def kl_coef(state: TrainState, config: KLConfig) -> float:

@@ -1,0 +1,37 @@
+"""Settings of alarms: what a running job says about itself, and the bounds beyond which it says it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from megarl.config.bounds import Bound, Count, Positive, UnitInterval
+
+
+@dataclass(frozen=True)
+class AlarmsConfig:
+    """A bound of None leaves its alarm out. Alarms are lines of the log and metrics ``alarm/NAME`` (docs/alarms.md)."""
+
+    witness: bool = True
+    """Compute advantages, loss and one sum of the gradient of each step's first update a second time by plain formulas
+    (``check/*``), for the algorithms that have one."""
+    advantages: Positive | None = 1e-4
+    """Bound of ``check/advantages``. Float32 rounding is near 1e-7; whitening of nearly equal values reaches 1e-5."""
+    loss: Positive | None = 1e-3
+    """Bound of ``check/loss``. Float32 rounding is near 1e-6."""
+    gradient: Positive | None = None
+    """Bound of ``check/gradient``; None takes 1e-3 in float32 and 0.05 in bfloat16, whose rounding is near 0.01."""
+    entropy: UnitInterval | None = 0.1
+    """Share of the usual entropy below which it has collapsed."""
+    length: Annotated[float, Bound(1, above=True)] | None = 3.0
+    """Factor by which the mean response is longer or shorter than usual."""
+    zero_variance: UnitInterval | None = 1.0
+    """Share of groups without a difference in reward from which on ``patience`` steps in a row teach nothing."""
+    ess: UnitInterval | None = 0.1
+    """Effective sample size of importance weights, as a share of the tokens, below which few tokens decide a step."""
+    reward: Positive | None = 6.0
+    """Standard errors by which the mean reward jumps from one step to the next; a step's rewards give the error."""
+    window: Count = 10
+    """Steps whose median is usual."""
+    patience: Count = 3
+    """Steps in a row that ``zero_variance`` needs, and steps of the window before which nothing is usual."""

@@ -1,0 +1,229 @@
+"""A step's advantages, loss and gradient in plain float64, from the papers' formulas: a second opinion about a step.
+
+Shares no code with ``learn/algorithms`` and ``ops``, so that a fault there shows as a difference. Covers the algorithms
+of ``COVERED``; formulas and sources stand beside those in ``learn/algorithms``.
+
+Shape legend: N sequences of a step, n of them held; M tokens in the loss of the held sequences, one sequence after the
+other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megarl.config.algorithms import AlgorithmConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig
+
+BY_GROUP = frozenset({"grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline"})
+COVERED = BY_GROUP | {"ppo", "reinforce_pp", "remax"}
+"""Names of the algorithms whose step is computed here."""
+Together = Callable[[torch.Tensor], torch.Tensor]
+"""Gathers values of the held sequences [n] into those of the step [N]."""
+
+
+@dataclass(frozen=True)
+class PlainTokens:
+    """Tokens in the loss.
+
+    Attributes:
+        row: int64 [M]: index of the token's sequence among those given, never decreasing.
+        logp: float64 [M], with the weights of now; ``old_logp``, ``ref_logp`` and ``engine_logp`` likewise, or None.
+        entropy: float64 [M].
+        share: float64 [n]: share of a sequence in its trajectory's tokens; None where each is a trajectory.
+    """
+
+    row: torch.Tensor
+    logp: torch.Tensor
+    entropy: torch.Tensor
+    advantages: torch.Tensor
+    old_logp: torch.Tensor
+    ref_logp: torch.Tensor | None = None
+    engine_logp: torch.Tensor | None = None
+    share: torch.Tensor | None = None
+
+
+def covers(config: AlgorithmConfig) -> bool:
+    """Return True if the step of these settings is computed here."""
+    return config.name in COVERED and not config.turn_rewards
+
+
+def advantages_of_responses(
+    config: AlgorithmConfig, rewards: Sequence[float], groups: Sequence[Hashable], trajectories: Sequence[Hashable]
+) -> torch.Tensor:
+    """Return float64 [N], before whitening: of an algorithm of ``BY_GROUP``.
+
+    Args:
+        groups: [N], name of each sequence's group.
+        trajectories: [N], name of each sequence's trajectory: its sequences count once in the group.
+    """
+    members: dict[Hashable, dict[Hashable, float]] = {}
+    for reward, group, trajectory in zip(rewards, groups, trajectories, strict=True):
+        members.setdefault(group, {})[trajectory] = reward
+    found = []
+    for reward, group in zip(rewards, groups, strict=True):
+        values = torch.tensor(list(members[group].values()), dtype=torch.float64)
+        number = len(values)
+        if number == 1:
+            found.append(reward)
+        elif bool((values == values[0]).all()):
+            found.append(0.0)
+        elif config.name == "rloo":
+            found.append(reward - (float(values.sum()) - reward) / (number - 1))
+        else:
+            by_std = config.normalize_by_std and config.name != "reinforce_pp_baseline"
+            found.append((reward - float(values.mean())) / (float(values.std()) + 1e-6 if by_std else 1.0))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def whitened(values: torch.Tensor, row: torch.Tensor, rows: int, together: Together) -> torch.Tensor:
+    """Return (x − μ) / sqrt(σ² + 1e-8) of values [M]; μ and unbiased σ² are over the whole step."""
+
+    def total(each: torch.Tensor) -> float:
+        return float(together(_per_row(each, row, rows)).sum())
+
+    number, mean = total(torch.ones_like(values)), 0.0
+    if number:
+        mean = total(values) / number
+    variance = total((values - mean) ** 2) / max(1.0, number - 1)
+    # Equal values have a variance that is rounding alone.
+    return (values - mean) / (variance + 1e-8) ** 0.5 if variance > 1e-24 * max(1.0, mean * mean) else 0.0 * values
+
+
+def _per_row(values: torch.Tensor, row: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.zeros(rows, dtype=torch.float64).index_add_(0, row, values.double())
+
+
+def token_advantages(
+    config: AlgorithmConfig,
+    row: torch.Tensor,
+    of_rows: torch.Tensor,
+    *,
+    together: Together,
+    kl: torch.Tensor | None = None,
+    values: torch.Tensor | None = None,
+    bootstrap: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return float64 [M].
+
+    Args:
+        of_rows: float64 [n]: ``advantages_of_responses`` of the held sequences; of the other algorithms their rewards,
+            minus the greedy response's for remax.
+        kl: float64 [M]: penalty subtracted from each token's reward; None for none.
+        values: float64 [M]: of the critic.
+        bootstrap: float64 [n]: value after a truncated response; None for zeros.
+    """
+    rows = len(of_rows)
+    if config.name in BY_GROUP:
+        found = of_rows[row]
+        return whitened(found, row, rows, together) if config.name == "reinforce_pp_baseline" else found
+    assert isinstance(config, ReinforcePPConfig)
+    is_last = torch.ones_like(row, dtype=torch.bool)
+    is_last[:-1] = row[1:] != row[:-1]
+    rewards = torch.zeros(len(row), dtype=torch.float64) if kl is None else -kl
+    greedy = config.name == "remax"
+    if not greedy:
+        rewards[is_last] += of_rows[row[is_last]]
+    if config.name != "ppo":
+        found = _discounted(rewards, row, is_last, config.gamma, torch.zeros(rows, dtype=torch.float64))
+        if greedy:
+            found += of_rows[row]
+        whiten = config.name == "reinforce_pp" or (isinstance(config, ReMaxConfig) and config.whiten_advantages)
+        return whitened(found, row, rows, together) if whiten else found
+    assert isinstance(config, PPOConfig) and values is not None
+    after = torch.zeros(rows, dtype=torch.float64) if bootstrap is None else bootstrap.double()
+    following = torch.cat([values[1:], values.new_zeros(1)])
+    following = torch.where(is_last, after[row], following)
+    deltas = rewards + config.gamma * following - values
+    found = _discounted(deltas, row, is_last, config.gamma * config.lam, torch.zeros(rows, dtype=torch.float64))
+    return whitened(found, row, rows, together) if config.whiten_advantages else found
+
+
+def _discounted(
+    values: torch.Tensor, row: torch.Tensor, is_last: torch.Tensor, factor: float, after: torch.Tensor
+) -> torch.Tensor:
+    """Return Σ_{u≥t} factor^(u−t)·x_u of each sequence, all sequences at once, from the last token to the first."""
+    if not len(values):
+        return values
+    counts = torch.bincount(row, minlength=len(after))
+    starts = counts.cumsum(0) - counts
+    found, running = torch.empty_like(values), after.clone()
+    for place in range(int(counts.max()) - 1, -1, -1):
+        there = counts > place
+        at = starts[there] + place
+        running[there] = values[at] + factor * running[there]
+        found[at] = running[there]
+    return found
+
+
+def denominator(config: AlgorithmConfig, counts: torch.Tensor, trajectories: Sequence[Hashable]) -> float:
+    """Return the global denominator of an update.
+
+    Args:
+        counts: int64: tokens in the loss of each of the update's sequences.
+        trajectories: Name of each sequence's trajectory.
+    """
+    if config.aggregation == "token_mean":
+        return max(1.0, float(counts.sum()))
+    return max(1.0, float(len({name for name, n in zip(trajectories, counts.tolist(), strict=True) if n})))
+
+
+def loss_and_gradient(
+    config: AlgorithmConfig, kl_coef: float, tokens: PlainTokens, denominators: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (terms of the loss, d loss / d logp), float64 [M] each, entropy's gradient left out.
+
+    Sequences are whole: all their tokens are given.
+    """
+    row, logp, old, a = tokens.row, tokens.logp, tokens.old_logp, tokens.advantages
+    rows = int(row.max()) + 1 if len(row) else 0
+    counts = torch.bincount(row, minlength=rows).double()
+    weight = torch.full_like(logp, 1.0 / denominators)
+    if config.aggregation == "seq_mean_token_mean":
+        weight = weight / counts[row] * (1.0 if tokens.share is None else tokens.share[row])
+    elif config.aggregation == "seq_mean_token_sum_norm":
+        weight = weight / config.aggregation_length
+    log_ratio = logp - old
+    if config.importance == "token":
+        ratio = log_ratio.exp()
+    else:
+        summed = _per_row(log_ratio, row, rows)
+        of_row = summed / counts.clamp(min=1) if config.importance == "sequence_mean" else summed
+        ratio = of_row.exp()[row]
+    high, low = 1.0 + config.clip_high, 1.0 - config.clip_low
+    if config.name == "cispo":
+        surrogate, slope = -ratio.clamp(max=high) * a * logp, torch.zeros_like(logp)
+        straight = -ratio.clamp(max=high) * a
+    else:
+        free, bounded = -a * ratio, -a * ratio.clamp(low, high)
+        surrogate, slope = torch.maximum(free, bounded), torch.where(free >= bounded, -a, 0.0)
+        slope = torch.where((ratio >= low) & (ratio <= high), -a, slope)
+        if config.dual_clip is not None:
+            most = -a * config.dual_clip
+            above = (a < 0) & (surrogate > most)
+            surrogate, slope = torch.where(above, most, surrogate), torch.where(above, 0.0, slope)
+        straight = torch.zeros_like(logp)
+    off_policy = torch.ones_like(logp)
+    if config.correction != "none":
+        assert tokens.engine_logp is not None
+        off_policy = (old - tokens.engine_logp).exp()
+        cap = config.correction_cap
+        inside = (off_policy <= cap) & (off_policy >= 1.0 / cap)
+        off_policy = off_policy.clamp(max=cap) if config.correction == "truncate" else off_policy * inside
+    # d ratio / d logp: of a token its own ratio; of a sequence each token moves the ratio of all.
+    moved = weight * off_policy * slope * ratio
+    if config.importance != "token":
+        moved = _per_row(moved, row, rows)[row]
+        moved = moved / counts[row] if config.importance == "sequence_mean" else moved
+    gradient = moved + weight * off_policy * straight
+    terms = weight * (off_policy * surrogate - config.entropy_coef * tokens.entropy)
+    if tokens.ref_logp is not None and config.kl.place == "loss" and kl_coef:
+        d = tokens.ref_logp - logp
+        if config.kl.estimator == "k2":
+            kl, of_kl = 0.5 * d * d, -d
+        else:
+            kl, of_kl = d.exp() - 1.0 - d, 1.0 - d.exp()
+            kl, of_kl = kl.clamp(max=10.0), torch.where(kl >= 10.0, 0.0, of_kl)
+        terms, gradient = terms + weight * kl_coef * kl, gradient + weight * kl_coef * of_kl
+    return terms, gradient

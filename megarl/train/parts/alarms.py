@@ -1,0 +1,150 @@
+"""Alarms: what is wrong with a step though nothing failed, with the cause to look for. A log line and a metric each."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from megarl.config import Config
+from megarl.core.metrics import records
+from megarl.train.part import Metrics, Part
+from megarl.train.ranks import Reporter, RunContext, TrainState
+
+History = Sequence[Mapping[str, float]]
+"""Metrics of earlier steps, the newest last."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An alarm.
+
+    Attributes:
+        name: Of the metric ``alarm/NAME``, which has the value that is out of bounds.
+        look_at: Causes, for the log line.
+        test: (settings, earlier steps, this step) -> value and text; None while all is well.
+    """
+
+    name: str
+    look_at: str
+    test: Callable[[Config, History, Mapping[str, float]], tuple[float, str] | None]
+
+
+def _above(
+    metric: str, bound: Callable[[Config], float | None], setting: str
+) -> Callable[..., tuple[float, str] | None]:
+    """Make the test that a metric is at most a setting."""
+
+    def test(config: Config, history: History, now: Mapping[str, float]) -> tuple[float, str] | None:
+        value, most = now.get(metric), bound(config)
+        if value is None or most is None or value <= most:
+            return None
+        return value, f"{metric} is {value:.3g}, above {setting}={most:g}"
+
+    return test
+
+
+GRADIENT = {"float32": 1e-3, "bfloat16": 0.05}
+"""Default of ``alarms.gradient`` by ``model.dtype``."""
+
+
+def _usual(config: Config, history: History, metric: str) -> float | None:
+    """Return the median of a metric over the window; None while it has few steps."""
+    known = [one[metric] for one in history[-config.alarms.window :] if metric in one]
+    return statistics.median(known) if len(known) >= config.alarms.patience else None
+
+
+def _entropy(config: Config, history: History, now: Mapping[str, float]) -> tuple[float, str] | None:
+    share, usual, value = config.alarms.entropy, _usual(config, history, "actor/entropy"), now.get("actor/entropy")
+    if share is None or usual is None or value is None or value >= share * usual:
+        return None
+    return value, f"the entropy is {value:.3g} nats a token, usual is {usual:.3g} (alarms.entropy={share:g})"
+
+
+def _length(config: Config, history: History, now: Mapping[str, float]) -> tuple[float, str] | None:
+    name, factor = "response_length/mean", config.alarms.length
+    usual, value = _usual(config, history, name), now.get(name)
+    if factor is None or not usual or value is None or usual / factor <= value <= usual * factor:
+        return None
+    return value, f"responses have {value:.4g} tokens, usual is {usual:.4g} (alarms.length={factor:g})"
+
+
+def _zero_variance(config: Config, history: History, now: Mapping[str, float]) -> tuple[float, str] | None:
+    name, share, steps = "rollout/zero_variance", config.alarms.zero_variance, config.alarms.patience
+    last = [one.get(name, 0.0) for one in (*history, now)][-steps:]
+    if share is None or len(last) < steps or min(last) < share:
+        return None
+    return last[-1], f"in {steps} steps in a row at least {share:.0%} of the groups had equal rewards"
+
+
+def _ess(config: Config, history: History, now: Mapping[str, float]) -> tuple[float, str] | None:
+    known = {key: value for key, value in now.items() if key.startswith("training/ess/")}
+    least = config.alarms.ess
+    if least is None or not known or min(known.values()) >= least:
+        return None
+    name = min(known, key=lambda key: known[key])
+    return known[name], f"{name} is {known[name]:.3g}, below alarms.ess={least:g}"
+
+
+def _reward(config: Config, history: History, now: Mapping[str, float]) -> tuple[float, str] | None:
+    name, most = "critic/score/mean", config.alarms.reward
+    if most is None or not history or name not in history[-1] or name not in now:
+        return None
+    spread = max(one.get("critic/score/max", 0.0) - one.get("critic/score/min", 0.0) for one in (history[-1], now))
+    number = config.trainer.tasks_per_step  # responses of a group are alike, so groups are counted
+    error = spread / 2.0 * math.sqrt(2.0 / number)
+    jump = now[name] - history[-1][name]
+    if not error or abs(jump) <= most * error:
+        return None
+    return jump, f"the mean reward went from {history[-1][name]:.4g} to {now[name]:.4g} within a step"
+
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        "advantages",
+        "the group statistics, the baseline or the reward of some response",
+        _above("check/advantages", lambda c: c.alarms.advantages, "alarms.advantages"),
+    ),
+    Rule(
+        "loss",
+        "the loss's denominators, its clip bounds, its KL term or its mask",
+        _above("check/loss", lambda c: c.alarms.loss, "alarms.loss"),
+    ),
+    Rule(
+        "gradient",
+        "the scaling of micro-batches, and the reduction of gradients over data-parallel ranks",
+        _above("check/gradient", lambda c: c.alarms.gradient or GRADIENT[c.model.dtype], "alarms.gradient"),
+    ),
+    Rule("entropy", "the learning rate, algorithm.entropy_coef, and whether one answer gets all rewards", _entropy),
+    Rule("length", "stop tokens, the chat template, and whether length itself is rewarded", _length),
+    Rule(
+        "zero-variance",
+        "tasks that are too easy or too hard, or a verifier that always answers the same",
+        _zero_variance,
+    ),
+    Rule("ess", "the lag of samples, the learning rate, and log-probs of other weights or another temperature", _ess),
+    Rule("reward-jump", "the verifier, the tasks, and what a resume has changed", _reward),
+)
+
+
+class Alarms(Part):
+    """Tests each step's metrics by ``RULES``, on rank 0."""
+
+    def __init__(self, config: Config, context: RunContext, reporter: Reporter) -> None:
+        self._config, self._reporter, self._is_first = config, reporter, context.rank == 0
+        self._path = context.run_dir / "metrics.jsonl"
+        self._history: list[dict[str, float]] | None = None
+
+    def after_step(self, state: TrainState, metrics: Metrics) -> None:
+        if not self._is_first:
+            return
+        if self._history is None:
+            steps = {one["step"]: one for one in records(self._path) if "timing_s/step" in one}
+            self._history = [one for step, one in sorted(steps.items()) if step < state.step]
+        now = dict(metrics)
+        for rule in RULES:
+            if (found := rule.test(self._config, self._history, now)) is not None:
+                metrics[f"alarm/{rule.name}"] = found[0]
+                self._reporter.log(f"alarm {rule.name}: step {state.step}: {found[1]}; look at {rule.look_at}")
+        self._history = [*self._history, now][-self._config.alarms.window :]

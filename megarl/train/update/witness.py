@@ -1,0 +1,199 @@
+"""Witness of a step's first actor update: advantages, loss and gradient against plain formulas (``learn/plain.py``).
+
+The gradient of every parameter cannot be computed a second time within a step. One sum of it can: a factor s on the
+last norm's weight γ (and bias) is a factor on the logits z, and log-prob and entropy H of a token give
+d logp / ds = z_target − E[z] = logp + H. Hence, after all micro-batches, ranks and reductions,
+
+γ·∂loss/∂γ = Σ_t ∂loss/∂logp_t · (logp_t + H_t).
+
+The left side is what the optimizer is about to use; the right side is summed from the head's outputs. They differ if
+gradients are scaled by the number of micro-batches or ranks, are reduced twice or never, or belong to other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megarl.config.algorithms import AlgorithmConfig, PPOConfig
+from megarl.core.metrics import Sums
+from megarl.learn import plain
+from megarl.learn.algorithms import Loss
+from megarl.learn.algorithms.terms.reduction import counts
+from megarl.learn.models.gpt import unwrap
+from megarl.learn.training.model import TrainedModel
+from megarl.learn.training.objectives import LossTokens, Objective, sample_shares
+from megarl.train.batch.batch import StepBatch
+from megarl.weights.megatron_private import first_element
+
+
+class Witness:
+    """Adds up a first update while its micro-batches pass. Every rank makes one, before the update.
+
+    Args:
+        config: The algorithm's settings with the step's KL coefficient; ``plain.covers`` them.
+        unchanged: The update begins with the weights that computed the step, so its log-probs are the old ones.
+    """
+
+    def __init__(self, batch: StepBatch, config: AlgorithmConfig, *, unchanged: bool) -> None:
+        sequences, rows = batch.sequences, batch.rows
+        self._sequences, self._config, self._unchanged = sequences, config, unchanged
+        held = counts(sequences.mask, sequences.lengths)
+        of_step = sequences.together(held)
+        trajectories = [(row.group_id, row.index) for row in rows]
+        numbers = sorted(chain(*batch.updates[0])) if batch.updates else []
+        self._denominator = plain.denominator(config, of_step[numbers], [trajectories[i] for i in numbers])
+        self._share = sample_shares(sequences)[0]
+        row = torch.repeat_interleave(torch.arange(len(held)), held)
+        self._advantages = torch.zeros(len(sequences.tokens), dtype=torch.float64)
+        self._advantages[sequences.mask] = self._plain_advantages(batch, row)
+        self._of_loss = torch.zeros(2, dtype=torch.float64)
+        """Loss, and the sum of its terms' sizes."""
+        self._of_gradient = torch.zeros(2, dtype=torch.float64)
+        """Right side of the identity, and the sum of its terms' sizes."""
+
+    def _plain_advantages(self, batch: StepBatch, row: torch.Tensor) -> torch.Tensor:
+        config, sequences, rows = self._config, self._sequences, batch.rows
+        rewards, mask = [one.reward.score for one in rows], sequences.mask
+        if config.name in plain.BY_GROUP:
+            names = [(one.group_id, one.index) for one in rows]
+            of_rows = plain.advantages_of_responses(config, rewards, [one.group_id for one in rows], names)
+        else:
+            greedy = [one.greedy.reward.score if one.greedy and config.name == "remax" else 0.0 for one in rows]
+            of_rows = torch.tensor(rewards, dtype=torch.float64) - torch.tensor(greedy, dtype=torch.float64)
+        return plain.token_advantages(
+            config,
+            row,
+            sequences.held(of_rows),
+            together=sequences.together,
+            kl=self._penalty(),
+            values=None if sequences.values is None else sequences.values[mask].double(),
+            bootstrap=self._bootstrap(batch),
+        )
+
+    def _penalty(self) -> torch.Tensor | None:
+        kl, sequences = self._config.kl, self._sequences
+        if kl.place != "reward" or not kl.coef or sequences.old_logp is None or sequences.ref_logp is None:
+            return None
+        d = (sequences.ref_logp.double() - sequences.old_logp.double())[sequences.mask]
+        of = {"k1": -d, "k2": 0.5 * d * d, "k3": (torch.exp(d.clamp(max=10.0)) - 1.0 - d).clamp(max=10.0)}
+        return kl.coef * of[kl.estimator]
+
+    def _bootstrap(self, batch: StepBatch) -> torch.Tensor | None:
+        config, sequences = self._config, self._sequences
+        if not isinstance(config, PPOConfig) or not config.bootstrap_truncated or sequences.values is None:
+            return None
+        truncated = sequences.held(torch.tensor([reason == "length" for reason in batch.finish_reasons]))
+        return torch.where(truncated, sequences.values[sequences.cu_seqlens[1:] - 1].double(), 0.0)
+
+    def watching(self, objective: Objective) -> Objective:
+        """Return the objective, whose micro-batches are added up here as they pass."""
+
+        def loss(kept: LossTokens, outputs: torch.Tensor) -> Loss:
+            self._add(kept, outputs.detach()[:, :2].double().cpu())
+            return objective.loss(kept, outputs)
+
+        return replace(objective, loss=loss)
+
+    def _add(self, kept: LossTokens, outputs: torch.Tensor) -> None:
+        sequences, share = self._sequences, self._share
+
+        def picked(given: torch.Tensor | None) -> torch.Tensor | None:
+            return None if given is None else given[kept.index].double()
+
+        logp, entropy = outputs.unbind(1)
+        old = None if self._unchanged else picked(sequences.old_logp)
+        tokens = plain.PlainTokens(
+            row=kept.row,
+            logp=logp,
+            entropy=entropy,
+            advantages=self._advantages[kept.index],
+            old_logp=logp if old is None else old,
+            ref_logp=picked(sequences.ref_logp),
+            engine_logp=picked(sequences.engine_logp),
+            share=None if share is None else share[kept.numbers],
+        )
+        terms, gradient = plain.loss_and_gradient(self._config, self._config.kl.coef, tokens, self._denominator)
+        slopes = gradient * (logp + entropy)
+        self._of_loss += torch.stack([terms.sum(), terms.abs().sum()])
+        self._of_gradient += torch.stack([slopes.sum(), slopes.abs().sum()])
+
+    def differences(self, trained: TrainedModel, sums: Sums) -> dict[str, float]:
+        """Return relative differences of the update: ``check/advantages``, ``check/loss`` and ``check/gradient``.
+
+        Every rank calls it, after ``TrainedModel.gradient_norm`` and before the step. An unknown difference is left
+        out: of the gradient where the last norm is not trained, or entropy is in the loss.
+
+        Args:
+            sums: Result of ``TrainedModel.backward``.
+        """
+        sequences = self._sequences
+        assert sequences.advantages is not None, "the step's advantages are estimated before its updates"
+        here = self._advantages[sequences.mask]
+        apart = (sequences.advantages[sequences.mask].double() - here).abs()
+        largest = torch.tensor([float(x.max()) if len(x) else 0.0 for x in (apart, here.abs())], dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        counted = float("actor/loss" in sums)  # one rank of each replica
+        left = norm_slope(trained)
+        found = torch.stack([
+            *(self._of_loss * counted), torch.tensor(sums.get("actor/loss", (0.0, 0.0))[0], dtype=torch.float64),
+            *(self._of_gradient * counted), torch.tensor(left or 0.0, dtype=torch.float64),
+            torch.tensor(float(left is not None), dtype=torch.float64),
+        ])  # fmt: skip
+        dist.all_reduce(found)
+        loss, loss_size, of_job, slope, slope_size, of_norm, ranks = found.tolist()
+        metrics = {
+            "check/advantages": float(largest[0] / largest[1].clamp(min=1.0)),
+            "check/loss": abs(of_job - loss) / max(loss_size, TINY),
+        }
+        if ranks and not self._config.entropy_coef:
+            metrics["check/gradient"] = abs(of_norm - slope) / max(slope_size, TINY)
+        return metrics
+
+
+TINY = 1e-12
+"""A step whose terms are smaller has no gradient."""
+
+
+def norm_slope(trained: TrainedModel) -> float | None:
+    """Return this rank's part of γ·∂loss/∂γ of the last norm (with its bias's part); None where no rank trains it, or
+    where logits are no multiple of the norm's output.
+
+    The parts of data-parallel ranks add up; of tensor-parallel ranks, which have the same norm, one counts.
+    """
+    from megatron.core import parallel_state
+
+    found, known = 0.0, False
+    with trained.model.grid():
+        first = parallel_state.get_tensor_model_parallel_rank() == 0
+        for chunk in trained.model.chunks:
+            decoder = getattr(unwrap(chunk), "decoder", None)
+            norm = getattr(decoder, "final_layernorm", None)
+            for parameter in () if norm is None else norm.parameters():
+                if not parameter.requires_grad:
+                    return None
+                known = True
+                centre = float(getattr(norm, "zero_centred", False) or getattr(norm, "zero_centered_gamma", False))
+                optimizer = trained.optimizer.inner
+                for inner in getattr(optimizer, "chained_optimizers", [optimizer]):
+                    found += _slope(inner, parameter, centre) if first and not inner.is_stub_optimizer else 0.0
+    return found if known else None
+
+
+def _slope(optimizer: Any, parameter: torch.nn.Parameter, centre: float) -> float:
+    """Return (value + centre)·gradient of the elements that this rank's optimizer has."""
+    place = optimizer.model_param_group_index_map.get(parameter)
+    if place is None:
+        return 0.0
+    share = optimizer.optimizer.param_groups[place[0]]["params"][place[1]]
+    gradient = getattr(share, "decoupled_grad", None)
+    gradient = share.grad if gradient is None else gradient
+    if gradient is None or not share.numel():
+        return 0.0
+    start = first_element(optimizer, parameter)
+    values = parameter.detach().view(-1)[start : start + share.numel()].double() + centre
+    return float(values @ gradient.detach().view(-1).double())
