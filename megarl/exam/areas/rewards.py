@@ -79,30 +79,35 @@ def _short_reward_list() -> None:
     _of_members(lambda found: [*(e.reward for e in found[:-1]), Reward(0.0, "wrong")])
 
 
-def _of_worker(score: Callable[[str, Any], float | None]) -> None:
-    """Give a response and its ground truth another score in the reward worker; None: the verifier's."""
-    from megarl.rewards.pool.worker import Function
+def _of_result(result: Callable[[Any], Any]) -> None:
+    """Change what a verifier returns in the reward worker, which runs a copy of its own module."""
+    from megarl.rewards import verdict
 
-    def around(original: Any, function: Any, **request: Any) -> Any:
-        found = score(request["solution_str"], request["ground_truth"])
-        if found is None:
-            return original(function, **request)
-        return {"score": found, "status": "ok" if found else "wrong", "parts": {}}
+    wrap(verdict.weighed, lambda original, found, *args: original(result(found), *args))
 
-    wrap(Function.score, around)
+
+def _of_verifier(score: Callable[[Any, str, Any, Any], Any]) -> None:
+    """Score a response by a function of megarl's verifier, the text, the ground truth and ``extra_info``."""
+    from megarl.rewards import routes
+
+    def around(original: Any, *args: Any) -> Any:
+        verifier = original(*args)
+        return lambda text, truth, info: score(verifier, text, truth, info)
+
+    wrap(routes.scorer_for, around)
 
 
 def _unparsed_is_zero() -> None:
     unparsed = _every(4)
-    _of_worker(lambda text, truth: 0.0 if unparsed() else None)
+    _of_result(lambda found: 0.0 if unparsed() else found)
 
 
 def _answer_anywhere() -> None:
-    _of_worker(lambda text, truth: 1.0 if str(truth) in text else None)
+    _of_verifier(lambda verifier, text, truth, info: 1.0 if str(truth)[-1] in text else verifier(text, truth, info))
 
 
 def _every_test_passes() -> None:
-    _of_worker(lambda text, truth: 1.0)
+    _of_result(lambda found: 1.0)
 
 
 def _prompt_is_scored() -> None:
@@ -115,12 +120,7 @@ def _prompt_is_scored() -> None:
 
 
 def _tail_window() -> None:
-    from megarl.rewards.pool.worker import Function
-
-    def around(original: Any, function: Any, **request: Any) -> Any:
-        return original(function, **{**request, "solution_str": request["solution_str"][-1:]})
-
-    wrap(Function.score, around)
+    _of_verifier(lambda verifier, text, truth, info: verifier(text[-1:], truth, info))
 
 
 def _environment_failure_zero() -> None:
