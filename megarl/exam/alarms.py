@@ -25,6 +25,11 @@ ERRORS: dict[str, str] = {
     "gap": r"tokens that it sampled with this step's weights are",
     "mask": r"sampled, but .* trained and",
     "advantages": r"its estimate fails or gives other numbers where a rank holds",
+    "rows": r"rows that have changed or disappeared since",
+    "held_out": r"asks a question of taskset\.eval",
+    "checkpoint": r"THE RUN GOES BACK|is damaged|has SHA-256 .*, written was|written were",
+    "same-answers": r"chosen and rejected are the same tokens",
+    "moments": r"the optimizer does not have what .* gave it",
 }
 """Name -> words of an error or refusal that names the fault."""
 STEPS: dict[str, str] = {
@@ -63,6 +68,33 @@ STEPS: dict[str, str] = {
     "template": "A prompt or message is not written as the model's chat template writes it; look at what renders, cuts "
     "or encodes it.",
     "text": "The text that was judged is not the text of the trained tokens; look at stop strings and at decoding.",
+    "verdicts": "A stored verdict is not what the verifier returns for the same response when it is asked again.",
+    "no-verdict": "A response without a verdict is trained, although the settings leave it out.",
+    "shaping": "A trained score is not its verdict with the parts that the settings add.",
+    "lag": "Tokens were sampled by other weights than their recorded version.",
+    "stale": "Trained tokens are older than sync.max_staleness allows.",
+    "length-bias": "Trained responses are shorter than sampled ones: look at what drops or repeats long ones.",
+    "unfinished": "A response counts as finished without a token that ends one.",
+    "twice": "A group was trained by an earlier step too.",
+    "missing-groups": "A step has fewer groups, or members, than it has asked for.",
+    "learning-rate": "The learning rate is not that of the schedule at this step.",
+    "optimizer-steps": "The optimizer has counted other steps than the updates that were made.",
+    "resumed-weights": "The weights after a resume are not those that the checkpoint was made of.",
+    "moments-lost": "The optimizer's moments after a resume are not those before it.",
+    "data-order": "The tasks of a step are not those that the order of the data gives.",
+    "priorities": "Tasks with other results are drawn equally often.",
+    "repeated-seeds": "A step samples with the seed of an earlier step.",
+    "random-states": "The random generators are not in the checkpoint's state.",
+    "step-gap": "The steps of the run have a gap, or one twice.",
+    "kl-coef": "The KL coefficient is not that of the step before.",
+    "average": "The moving average is not that of the step before.",
+    "best": "The checkpoint kept as the best is not the best of the run.",
+    "duplicates": "Most training rows ask a question that another row asks.",
+    "same-prompts": "Tasks with different answers have the same prompt.",
+    "answers": "Hardly any right response to rows whose answers other rows have: look at the columns.",
+    "answer-in-prompt": "Prompts have their expected answer.",
+    "lost-rows": "The store has fewer tasks than the files have rows.",
+    "preferences": "Chosen answers are less likely than rejected ones from the start: look at the columns.",
 }
 """Name of an alarm of a step -> what it means."""
 

@@ -55,14 +55,15 @@ def main(argv: list[str]) -> None:
     from megarl.exam.fault import wrap
 
     name, *overrides = argv
-    wrap(ForkServer.fork, _forked_alone)  # type: ignore[arg-type]
+    wrap(ForkServer.fork, _forked_alone)
     if name != NO_FAULT:
         fault = find(name)
         for module in MODULES:
             importlib.import_module(module)
-        if fault.install is None:
+        if fault.install is None and fault.prepare is None:
             raise LookupError(f"the fault {name} is not written yet")
-        fault.install()
+        if fault.install is not None:
+            fault.install()
     sys.argv = ["megarl", "train", *overrides]
     runpy.run_module("megarl", run_name="__main__", alter_sys=True)
 

@@ -46,8 +46,8 @@ class Outcome:
 
     @property
     def found(self) -> bool:
-        """True if the job ended with an error, was refused, or gave an alarm."""
-        return self.status not in (0, None) or bool(self.alarms)
+        """True if the job ended with an error, was refused, gave an alarm, or named a fault and set it right."""
+        return self.status not in (0, None) or bool(self.alarms) or bool(self.errors)
 
     @property
     def at(self) -> int | None:
@@ -58,7 +58,7 @@ class Outcome:
     def names(self, fault: Fault) -> bool:
         """Return True if the alarm that must name the fault is among those of its first step, or in the error."""
         first = [name for step, name in self.alarms if step == self.at]
-        return fault.alarm in [*first, *(self.errors if self.status not in (0, None) else [])]
+        return fault.alarm in [*first, *self.errors]
 
 
 @dataclass(frozen=True)
