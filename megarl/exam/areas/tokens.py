@@ -296,7 +296,7 @@ FAULTS: tuple[Fault, ...] = (
         install=_end_token_untrained,
     ),
     Fault(
-        "end-token-dropped",
+        "end-token-cut",
         "rasbt/reasoning-from-scratch#185",
         "The end token that was sampled is cut from the response.",
         alarm="tokens",
