@@ -26,12 +26,12 @@ class AlarmsConfig:
     length: Annotated[float, Bound(1, above=True)] | None = 3.0
     """Factor by which the mean response is longer or shorter than usual."""
     zero_variance: UnitInterval | None = 1.0
-    """Share of groups without a difference in reward from which on ``patience`` steps in a row teach nothing."""
+    """Share of groups without a difference in reward from which on ``least_steps`` steps in a row teach nothing."""
     ess: UnitInterval | None = 0.1
     """Effective sample size of importance weights, as a share of the tokens, below which few tokens decide a step."""
     reward: Positive | None = 6.0
     """Standard errors by which the mean reward jumps from one step to the next; a step's rewards give the error."""
     window: Count = 10
     """Steps whose median is usual."""
-    patience: Count = 3
+    least_steps: Count = 3
     """Steps in a row that ``zero_variance`` needs, and steps of the window before which nothing is usual."""

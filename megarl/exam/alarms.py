@@ -100,6 +100,6 @@ STEPS: dict[str, str] = {
 
 
 def named(text: str) -> list[str]:
-    """Return the names of the alarms that the last lines of a job's log give."""
+    """Return the names of errors and of alarms before the first step in a job's log; alarms of steps are metrics."""
     found = [name for name, words in ERRORS.items() if re.search(words, text)]
-    return found + [name for name in STEPS if re.search(rf"\balarm {name}:", text)]
+    return found + [name for name in STEPS if re.search(rf"\balarm {name}:(?! step \d)", text)]

@@ -72,8 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 def healthy_jobs(number: int) -> list[Exam]:
     """Return jobs without a fault, of twice the steps: every kind in turn, each with another seed and learning rate."""
-    from megarl.exam.jobs import JOBS
     from megarl.exam.runner import Exam
+    from megarl.exam.small_jobs import JOBS
 
     names, found = list(JOBS), list[Exam]()
     for n in range(number):

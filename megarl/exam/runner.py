@@ -18,8 +18,8 @@ from megarl.core.metrics import records
 from megarl.core.processes.fork import Forked, ForkServer
 from megarl.exam.alarms import named
 from megarl.exam.fault import Fault
-from megarl.exam.jobs import JOBS, MODELS, Job, make_files, settings_of
 from megarl.exam.processes import ENVIRONMENT, MODULES, NO_FAULT
+from megarl.exam.small_jobs import JOBS, MODELS, SmallJob, make_files, settings_of
 
 LIMIT_S = 240.0
 """Longest start of a job; one that lasts longer is ended, and counts as noticed by nobody."""
@@ -27,8 +27,8 @@ LAST_LINES = 30
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """What a job noticed.
+class ExamResult:
+    """All that a job noticed.
 
     Attributes:
         status: Exit status of the last start; None: ended at ``LIMIT_S``.
@@ -110,12 +110,12 @@ class Runner:
         """Path of an outcome."""
         return self.folder / f"{name}.json"
 
-    def outcome(self, name: str) -> Outcome | None:
+    def outcome(self, name: str) -> ExamResult | None:
         """Return a kept outcome; None if the job has not run."""
         if not self.path(name).is_file():
             return None
         kept = json.loads(self.path(name).read_text())
-        return Outcome(**{**kept, "alarms": [(int(step), str(alarm)) for step, alarm in kept["alarms"]]})
+        return ExamResult(**{**kept, "alarms": [(int(step), str(alarm)) for step, alarm in kept["alarms"]]})
 
     def _keep(self, exam: Exam) -> None:
         outcome, fault = self._run(exam), exam.fault
@@ -133,13 +133,13 @@ class Runner:
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.mkdir(parents=True)
         log = run_dir.with_suffix(".log")
-        settings = settings_of(Job(MODELS[name]), files, run_dir, (), 1)
+        settings = settings_of(SmallJob(MODELS[name]), files, run_dir, (), 1)
         if self._start([NO_FAULT, *settings], log) != 0:
             raise RuntimeError(f"the exam's model {name} could not be made:\n{log.read_text()[-2000:]}")
         os.replace(run_dir / "hf", files / name)
         shutil.rmtree(run_dir)
 
-    def _run(self, exam: Exam) -> Outcome:
+    def _run(self, exam: Exam) -> ExamResult:
         run_dir, job, fault, status = self.folder / "runs" / exam.name, JOBS[exam.job], exam.fault, None
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.mkdir(parents=True)
@@ -158,7 +158,7 @@ class Runner:
         alarms = [
             (int(one["step"]), key.removeprefix("alarm/")) for one in found for key in one if key.startswith("alarm/")
         ]
-        outcome = Outcome(status, len(found), alarms, named("\n".join(lines)), lines[-LAST_LINES:])
+        outcome = ExamResult(status, len(found), alarms, named("\n".join(lines)), lines[-LAST_LINES:])
         shutil.rmtree(run_dir, ignore_errors=True)
         return outcome
 

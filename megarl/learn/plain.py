@@ -29,7 +29,7 @@ class PlainTokens:
 
     Attributes:
         row: int64 [M]: index of the token's sequence among those given, never decreasing.
-        logp: float64 [M], with the weights of now; ``old_logp``, ``ref_logp`` and ``engine_logp`` likewise, or None.
+        logp: float64 [M], with the current weights; ``old_logp``, ``ref_logp`` and ``engine_logp`` likewise, or None.
         entropy: float64 [M].
         share: float64 [n]: share of a sequence in its trajectory's tokens; None where each is a trajectory.
     """

@@ -25,7 +25,7 @@ from megarl.run.report.data import located, store_url
 from megarl.weights.checkpoint.training.manifest import finished, steps_of
 
 if TYPE_CHECKING:
-    from megarl.train.replay import Stage
+    from megarl.train.replay import ReplayStage
 
 
 def replay(run_dir: Path, step: int, *, weights: Path | None = None, same_grid: bool = False) -> int:
@@ -93,9 +93,9 @@ def _checkpoint_before(run_dir: Path, step: int, recorded: Mapping[int, object])
     return known[step - 1]
 
 
-def _rewards(config: Config, run_dir: Path, values: KeptValues) -> list[Stage]:
+def _rewards(config: Config, run_dir: Path, values: KeptValues) -> list[ReplayStage]:
     """Compare the step's rewards with the store's verdicts; [] without a store, or if the trainer changes rewards."""
-    from megarl.train.replay import Stage
+    from megarl.train.replay import ReplayStage
 
     if config.reward_model.path is not None or config.buffer.operators or store_url(config, run_dir) is None:
         return []
@@ -109,12 +109,12 @@ def _rewards(config: Config, run_dir: Path, values: KeptValues) -> list[Stage]:
     ]
     at = max(range(len(apart)), key=apart.__getitem__)
     group, index = of_step[at]
-    return [Stage("rewards", apart[at], 0.0, f"response {index} of group {group}")]
+    return [ReplayStage("rewards", apart[at], 0.0, f"response {index} of group {group}")]
 
 
-def _stages(task: str) -> list[Stage]:
+def _stages(task: str) -> list[ReplayStage]:
     """Compute the step on this rank."""
-    from megarl.train.replay import Replay, on_one_process
+    from megarl.train.replay import StepReplay, on_one_process
     from megarl.weights.megatron_private import silence
 
     silence()
@@ -125,12 +125,12 @@ def _stages(task: str) -> list[Stage]:
     grid = config if same_grid else on_one_process(config)
     if grid.parallel.backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return Replay(grid, kept, values, Path(checkpoint), exact=same_grid).stages(recorded)
+    return StepReplay(grid, kept, values, Path(checkpoint), exact=same_grid).stages(recorded)
 
 
-def _on_grid(task: str, ranks: int) -> list[Stage]:
+def _on_grid(task: str, ranks: int) -> list[ReplayStage]:
     """Compute the step on a process for each rank. Raises ConfigError with the output of a rank that fails."""
-    from megarl.train.replay import Stage
+    from megarl.train.replay import ReplayStage
 
     [port] = ports.choose("127.0.0.1", 1, None)
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -152,7 +152,7 @@ def _on_grid(task: str, ranks: int) -> list[Stage]:
     outputs = [process.stdout.read() if process.stdout else "" for process in processes]
     if failed := [rank for rank, process in enumerate(processes) if process.wait()]:
         raise ConfigError(f"rank {failed[0]} could not compute the step again:\n{outputs[failed[0]][-2000:]}")
-    return [Stage(**stage) for stage in json.loads(outputs[0].splitlines()[-1])]
+    return [ReplayStage(**stage) for stage in json.loads(outputs[0].splitlines()[-1])]
 
 
 if __name__ == "__main__":

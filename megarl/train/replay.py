@@ -40,7 +40,7 @@ RELATIVE = {"float32": 1e-5, "bfloat16": 0.05}
 
 
 @dataclass(frozen=True)
-class Stage:
+class ReplayStage:
     """A stage of the step.
 
     Attributes:
@@ -79,7 +79,7 @@ def on_one_process(config: Config) -> Config:
     return replace(config, parallel=one, model=model, **roles)
 
 
-class Replay:
+class StepReplay:
     """A kept step on this rank's grid. Every rank makes the same calls.
 
     Args:
@@ -112,14 +112,14 @@ class Replay:
         updates = UpdateFilter(config.trainer.update_filter, cast("Reporter", _Silent()))
         self._learner = Learner(config, self._algorithm, self._inference, updates, Ranks())
 
-    def stages(self, recorded: dict[str, float]) -> list[Stage]:
+    def stages(self, recorded: dict[str, float]) -> list[ReplayStage]:
         """Return all stages in order, with the metrics ``recorded`` of the step."""
         return [*self._advantages(), *self._outputs(), *self._updates(recorded)]
 
     def _bound(self, usual: float) -> float:
         return 0.0 if self._exact else usual
 
-    def _advantages(self) -> list[Stage]:
+    def _advantages(self) -> list[ReplayStage]:
         batch, settings = self.batch, self._learner.settings(self._state)
         sequences = batch.sequences
         trained = sequences.advantages
@@ -133,7 +133,7 @@ class Replay:
         size = max(1.0, float(here.abs().max()))
         return [self._stage("advantages", (here - trained.double()).abs() / size, RELATIVE["float32"])]
 
-    def _outputs(self) -> list[Stage]:
+    def _outputs(self) -> list[ReplayStage]:
         """Compare log-probs and values by the checkpoint's weights."""
         models, sequences, found = self._models, self.batch.sequences, []
         roles = (
@@ -150,7 +150,7 @@ class Replay:
             found.append(self._stage(name, apart, self._bound(BOUNDS[self._config.model.dtype])))
         return found
 
-    def _updates(self, recorded: dict[str, float]) -> list[Stage]:
+    def _updates(self, recorded: dict[str, float]) -> list[ReplayStage]:
         settings, batch, sequences = self._learner.settings(self._state), self.batch, self.batch.sequences
         policy = partial(objectives.policy, self._algorithm, settings, sequences)
         first = None
@@ -174,12 +174,12 @@ class Replay:
             name = max(own, key=lambda key: own[key], default="")
             if name:
                 text = f"{name}: {again[name]:.9g} here, {recorded[name]:.9g} trained"
-                found.append(Stage(stage, own[name], self._bound(usual), text))
+                found.append(ReplayStage(stage, own[name], self._bound(usual), text))
             if (formula := again.get(f"check/{stage}")) is not None:
-                found.append(Stage(f"{stage}, by plain formulas", formula, 10 * usual, f"check/{stage}"))
+                found.append(ReplayStage(f"{stage}, by plain formulas", formula, 10 * usual, f"check/{stage}"))
         return found
 
-    def _stage(self, name: str, apart: torch.Tensor, bound: float) -> Stage:
+    def _stage(self, name: str, apart: torch.Tensor, bound: float) -> ReplayStage:
         at = int(apart.nan_to_num(nan=torch.inf).argmax())
         sequences = self.batch.sequences
         row = int(sequences.row[at])
@@ -188,7 +188,7 @@ class Replay:
         who = "an expert row"
         if of >= 0:
             who = f"response {self._values.response_indices[of]} of group {self._values.response_groups[of]}"
-        return Stage(name, float(apart[at]), bound, f"token {number + 1} of {who}")
+        return ReplayStage(name, float(apart[at]), bound, f"token {number + 1} of {who}")
 
 
 class _Silent:

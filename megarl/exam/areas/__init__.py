@@ -11,7 +11,7 @@ from megarl.exam.fault import Fault
 def faults() -> dict[str, list[Fault]]:
     """Return the faults of each area."""
     modules = (importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__))
-    return {module.__name__.rpartition(".")[2]: list(module.FAULTS) for module in modules}
+    return {module.__name__.rpartition(".")[2].removesuffix("_faults"): list(module.FAULTS) for module in modules}
 
 
 def find(name: str) -> Fault:

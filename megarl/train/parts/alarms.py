@@ -52,7 +52,7 @@ GRADIENT = {"float32": 1e-3, "bfloat16": 0.05}
 def _usual(config: Config, history: History, metric: str) -> float | None:
     """Return the median of a metric over the window; None while it has few steps."""
     known = [one[metric] for one in history[-config.alarms.window :] if metric in one]
-    return statistics.median(known) if len(known) >= config.alarms.patience else None
+    return statistics.median(known) if len(known) >= config.alarms.least_steps else None
 
 
 def _entropy(config: Config, history: History, now: Mapping[str, float]) -> tuple[float, str] | None:
@@ -71,7 +71,7 @@ def _length(config: Config, history: History, now: Mapping[str, float]) -> tuple
 
 
 def _zero_variance(config: Config, history: History, now: Mapping[str, float]) -> tuple[float, str] | None:
-    name, share, steps = "rollout/zero_variance", config.alarms.zero_variance, config.alarms.patience
+    name, share, steps = "rollout/zero_variance", config.alarms.zero_variance, config.alarms.least_steps
     last = [one.get(name, 0.0) for one in (*history, now)][-steps:]
     if share is None or len(last) < steps or min(last) < share:
         return None

@@ -26,7 +26,7 @@ GUESS = ("experiment=guess", *FEW, "parallel=tp1")
 
 
 @dataclass(frozen=True)
-class Job:
+class SmallJob:
     """Settings of a small job.
 
     Attributes:
@@ -39,23 +39,23 @@ class Job:
 
 
 ONE_RANK = (*TINY, "parallel=tp1")
-JOBS: Mapping[str, Job] = {
-    "tiny": Job(ONE_RANK),
-    "dp2": Job((*TINY, "parallel=dp2")),
-    "tp2": Job((*TINY, "parallel=tp2")),
-    "pp2": Job((*TINY, "parallel=pp2")),
-    "packed": Job((*TINY, "parallel=dp2", "trainer.max_tokens_per_micro_batch=160")),
-    "kl": Job((*ONE_RANK, "algorithm.kl.coef=0.5")),
-    "ppo": Job((*ONE_RANK, "algorithm=ppo")),
-    "lora": Job((*ONE_RANK, "model.lora.rank=4", "model.lora.alpha=8")),
-    "late": Job((*ONE_RANK, "sync.max_staleness=1", "sync.order=completion", "algorithm.correction=truncate")),
-    "colocated": Job((*ONE_RANK, "rollout.placement=colocated")),
-    "evaluated": Job((*ONE_RANK, "trainer.eval_interval=2")),
-    "resume": Job(ONE_RANK, stops=(2, 4)),
-    "reward": Job((*ONE_RANK, "reward.path={folder}/reward.py")),
-    "moe": Job((*ONE_RANK, "model.path={folder}/experts", "rollout.routing_replay=true")),
-    "turns": Job((*GUESS, "model.path={folder}/guess", *NOT_AGAIN)),
-    "dpo": Job(("experiment=dpo", "parallel=tp1", *FEW, "trainer.warm_start.steps=20")),
+JOBS: Mapping[str, SmallJob] = {
+    "tiny": SmallJob(ONE_RANK),
+    "dp2": SmallJob((*TINY, "parallel=dp2")),
+    "tp2": SmallJob((*TINY, "parallel=tp2")),
+    "pp2": SmallJob((*TINY, "parallel=pp2")),
+    "packed": SmallJob((*TINY, "parallel=dp2", "trainer.max_tokens_per_micro_batch=160")),
+    "kl": SmallJob((*ONE_RANK, "algorithm.kl.coef=0.5")),
+    "ppo": SmallJob((*ONE_RANK, "algorithm=ppo")),
+    "lora": SmallJob((*ONE_RANK, "model.lora.rank=4", "model.lora.alpha=8")),
+    "late": SmallJob((*ONE_RANK, "sync.max_staleness=1", "sync.order=completion", "algorithm.correction=truncate")),
+    "colocated": SmallJob((*ONE_RANK, "rollout.placement=colocated")),
+    "evaluated": SmallJob((*ONE_RANK, "trainer.eval_interval=2")),
+    "resume": SmallJob(ONE_RANK, stops=(2, 4)),
+    "reward": SmallJob((*ONE_RANK, "reward.path={folder}/reward.py")),
+    "moe": SmallJob((*ONE_RANK, "model.path={folder}/experts", "rollout.routing_replay=true")),
+    "turns": SmallJob((*GUESS, "model.path={folder}/guess", *NOT_AGAIN)),
+    "dpo": SmallJob(("experiment=dpo", "parallel=tp1", *FEW, "trainer.warm_start.steps=20")),
 }
 """Name -> job."""
 MODELS: Mapping[str, tuple[str, ...]] = {
@@ -113,7 +113,7 @@ def _save_experts(folder: Path) -> None:
     Qwen3MoeForCausalLM(config).save_pretrained(folder)
 
 
-def settings_of(job: Job, folder: Path, run_dir: Path, more: tuple[str, ...], stop: int) -> list[str]:
+def settings_of(job: SmallJob, folder: Path, run_dir: Path, more: tuple[str, ...], stop: int) -> list[str]:
     """Return the settings of one start, each once with the value given last."""
     given = [*job.settings, *more, f"trainer.steps={stop}", f"run.dir={run_dir}"]
     last = {setting.partition("=")[0]: setting for setting in given}

@@ -82,7 +82,7 @@ def _drop_last_batch() -> None:
     _asking(lambda tasks, step: tasks[: len(tasks) // 8 * 8])
 
 
-def _draw_anew() -> None:
+def _draw_again() -> None:
     import random
 
     _asking(lambda tasks, step: random.Random(step).sample(tasks, len(tasks) // 2))
@@ -179,10 +179,10 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         "other-rows-each-time",
         "verl-project/verl#7824",
-        "Each evaluation draws its held-out tasks anew, so that two are not comparable.",
+        "Each evaluation draws other held-out tasks, so that two are not comparable.",
         alarm="eval-rows",
         job="evaluated",
-        install=_draw_anew,
+        install=_draw_again,
         within=2,
     ),
     Fault(
