@@ -16,6 +16,7 @@ FACE = (
     "memory.resident_bytes",
     "memory.residents",
     "models.from_scratch",
+    "models.gpt",
     "models.recompute",
     "models.specs",
     "models.teaching",

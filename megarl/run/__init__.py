@@ -20,6 +20,7 @@ FACE = (
     "planning",
     "process.interrupt",
     "process.process",
+    "replay",
     "report.doctor",
     "report.html",
     "run_dir.prepare",

@@ -3,5 +3,5 @@
 Code here runs on all trainer ranks. Only rank 0 writes to the buffer or calls an engine.
 """
 
-FACE = ("inference.inference", "tracking", "trainer")
+FACE = ("inference.inference", "replay", "tracking", "trainer")
 """Modules that other packages may import."""

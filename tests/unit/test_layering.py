@@ -47,8 +47,8 @@ PRONOUNS = {"own", "others", "kept", "joined", "sent"}
 """No file is named so: of what, the name does not say."""
 TWINS = {
     "adapters", "alarms", "bench", "client", "command", "engines", "experts", "fleet", "grid", "harbor", "images",
-    "job", "late", "lora", "memory", "model", "offline", "pacing", "plan", "probe", "process", "replay", "rollouts", "routing",
-    "rows", "schema", "server", "store", "text", "turns", "types", "verifier", "vision", "writer",
+    "job", "late", "lora", "memory", "model", "offline", "pacing", "plan", "probe", "process", "replay", "rollouts",
+    "routing", "rows", "schema", "server", "store", "text", "turns", "types", "verifier", "vision", "writer",
 }  # fmt: skip
 """Names of several files: each is one thing, as two packages see it (``late``: late rewards in store and step)."""
 
