@@ -99,12 +99,16 @@ class Runner:
 
     def run_all(self, exams: Sequence[Exam], at_once: int) -> None:
         """Run those whose outcome is not kept; print a line for each."""
-        for name in MODELS:
-            self._make_model(name)
+        self.make_models()
         due = [exam for exam in exams if not self.path(exam.name).is_file()]
         with ThreadPoolExecutor(at_once) as pool:
             for _ in pool.map(self._keep, due):
                 pass
+
+    def make_models(self) -> None:
+        """Make the models that jobs begin with, once."""
+        for name in MODELS:
+            self._make_model(name)
 
     def path(self, name: str) -> Path:
         """Path of an outcome."""

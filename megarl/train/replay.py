@@ -114,7 +114,7 @@ class StepReplay:
 
     def stages(self, recorded: dict[str, float]) -> list[ReplayStage]:
         """Return all stages in order, with the metrics ``recorded`` of the step."""
-        return [*self._advantages(), *self._outputs(), *self._updates(recorded)]
+        return [*self._outputs(), *self._advantages(), *self._updates(recorded)]
 
     def _bound(self, usual: float) -> float:
         return 0.0 if self._exact else usual

@@ -1,0 +1,184 @@
+"""A kept step of a job is computed again, on one process and on the job's grid; faults of the job's code, files and
+records show at their stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megarl.core.kept_batches import KeptValues, values_path
+from megarl.core.processes.fork import Forked
+from tests.system import commands
+from tests.system.jobs import TINY, Job
+
+KEPT = (
+    "trainer.keep_batches=true",
+    "trainer.checkpoint_interval=1",
+    "trainer.keep_checkpoints=5",
+    "trainer.warm_start.steps=60",
+    "trainer.warm_start.batch_size=128",
+    "taskset.warm_start_size=2000",
+)
+SUMS = (*TINY, *KEPT, "trainer.steps=2")
+GRIDS = {
+    "tp2": ("parallel=tp2",),
+    "pp2": ("parallel=pp2",),
+    "cp2": ("parallel=cp2",),
+    "lora": ("parallel=tp1", "model.lora.rank=4", "model.lora.alpha=8"),
+    "late": ("parallel=tp1", "sync.max_staleness=1", "sync.order=completion", "algorithm.correction=truncate"),
+    "turns": ("experiment=guess", "parallel=tp1", "taskset.options.max_terms=null"),
+}
+MOST = 1e-6
+"""Largest relative difference of a gradient norm between grids."""
+
+
+def started(argv: list[str], log: Path) -> int:
+    """Run a ``python -m`` command with the imports of the tests' jobs; return its exit status."""
+    with log.open("wb") as output:
+        process: Forked | subprocess.Popen[bytes] | None = commands.start(argv, dict(os.environ), output.fileno())
+        process = process or subprocess.Popen([sys.executable, *argv], stdout=output, stderr=subprocess.STDOUT)
+    return int(process.wait(180))
+
+
+def replayed(run_dir: Path, *options: str, step: int = 2) -> tuple[int, str]:
+    """Status and output of ``megarl replay``."""
+    log = run_dir.with_suffix(".replay")
+    status = started(["-m", "megarl", "replay", str(run_dir), "--step", str(step), *options], log)
+    return status, log.read_text()
+
+
+def trained(run_dir: Path, settings: tuple[str, ...]) -> Path:
+    job = Job(run_dir, settings).start()
+    try:
+        assert job.wait(180) == 0, job.output.read_text()
+    finally:
+        job.clean_up()
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Two steps of PPO on two data-parallel ranks."""
+    yield trained(tmp_path_factory.mktemp("replay") / "ppo", (*SUMS, "algorithm=ppo", "parallel=dp2"))
+
+
+def check(run_dir: Path) -> None:
+    status, text = replayed(run_dir)
+    assert status == 0, text
+    [here, then] = re.findall(r"/grad_norm: ([\d.e-]+) here, ([\d.e-]+) trained", text)[0]
+    assert float(here) == pytest.approx(float(then), rel=MOST)
+    status, text = replayed(run_dir, "--same-grid")
+    assert status == 0, text
+    stages = {line.split("  ")[0]: line for line in text.splitlines() if re.search(r"\de[+-]\d\d  ", line)}
+    exact = [name for name in stages if "plain" not in name and name != "advantages"]
+    assert exact and all(" 0.00e+00 " in stages[name] for name in exact), text
+
+
+def test_a_step_is_the_same_on_one_process_and_to_the_bit_on_its_grid(run: Path) -> None:
+    check(run)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("grid", GRIDS)
+def test_steps_of_other_jobs(grid: str, tmp_path: Path) -> None:
+    settings = (*SUMS, *GRIDS[grid])
+    if grid == "turns":
+        settings = tuple(one for one in settings if not one.startswith(("taskset.options", "rollout.max")))
+    check(trained(tmp_path / grid, settings))
+
+
+def shifted(array: np.ndarray) -> np.ndarray:
+    found = array.copy()
+    found[len(found) // 2] += 1.0
+    return found
+
+
+def test_what_was_changed_afterwards_is_named(run: Path) -> None:
+    """Values and metrics of the run are changed one at a time."""
+    path, metrics = values_path(run, 2), run / "metrics.jsonl"
+    values, lines = KeptValues.read(path), metrics.read_text()
+    inside = int(np.flatnonzero(values.old_logp)[3])
+
+    def at_a_token(array: np.ndarray) -> np.ndarray:
+        found = array.copy()
+        found[inside] += 0.5
+        return found
+
+    for stage, changed in {
+        "rewards": replace(values, rewards=shifted(values.rewards)),
+        "advantages": replace(values, advantages=at_a_token(values.advantages)),
+        "log-probs": replace(values, old_logp=at_a_token(values.old_logp)),
+        "values": replace(values, values=at_a_token(values.values)),
+    }.items():
+        changed.write(path)
+        status, text = replayed(run)
+        assert status == 1 and f"step 2 differs first in its {stage}:" in text, (stage, text)
+    values.write(path)
+    records = [json.loads(line) for line in lines.splitlines()]
+    for stage, name in (("loss", "actor/pg_loss"), ("gradient", "actor/grad_norm")):
+        other = [{**one, name: one[name] * 1.01 + 0.01} if one.get(name) is not None else one for one in records]
+        metrics.write_text("".join(f"{json.dumps(one)}\n" for one in other))
+        status, text = replayed(run)
+        assert status == 1 and f"step 2 differs first in its {stage}: " in text and name in text, text
+    metrics.write_text(lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        (["--step", "9"], "step 9 begins with weights that no checkpoint"),
+        (["--step", "3"], "has not kept step 3; kept are [1, 2]"),
+    ],
+)
+def test_a_step_that_was_not_kept(run: Path, arguments: list[str], error: str, tmp_path: Path) -> None:
+    assert started(["-m", "megarl", "replay", str(run), *arguments], tmp_path / "log") == 2
+    assert error in (tmp_path / "log").read_text()
+
+
+FAULTS = {
+    "advantages": (
+        "advantage-over-batch", "advantage-std-overwritten", "advantage-of-shifted-groups", "whitened-with-padding",
+        "whitened-by-rank", "rewards-one-token-early",
+    ),
+    "reference": ("reference-temperature", "reference-shares-embedding", "reference-follows-actor"),
+    "loss": (
+        "mean-of-each-micro-batch", "mean-of-each-response", "denominator-of-each-rank", "loss-divided-by-ranks",
+        "loss-divided-by-micro-batches", "kl-sign", "kl-without-reference", "kl-only-logged", "kl-twice",
+    ),
+    "gradient": ("gradients-of-last-micro-batch", "gradients-not-reduced"),
+}  # fmt: skip
+"""Stage -> faults of ``megarl exam``, which the run has and the replay has not."""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("stage", "name"), [(stage, name) for stage, names in FAULTS.items() for name in names])
+def test_a_fault_of_the_code_shows_at_its_stage(
+    stage: str, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from megarl.exam.areas import find
+    from megarl.exam.runner import Runner
+    from megarl.exam.small_jobs import JOBS, settings_of
+
+    fault = find(name)
+    files = Path(os.environ.get("MEGARL_EXAM_FILES", tmp_path_factory.getbasetemp() / "exam")).absolute()
+    if not (files / "sums").is_dir():
+        runner = Runner(files.parent)
+        runner.make_models()
+        runner.close()
+    more = (*fault.settings, *KEPT[:3])
+    settings = settings_of(JOBS[fault.job], files, tmp_path / "run", more, 2)
+    assert started(["-m", "megarl.exam.processes", name, *settings], tmp_path / "log") == 0, (
+        tmp_path / "log"
+    ).read_text()
+    status, text = replayed(tmp_path / "run")
+    assert status == 1 and re.search(rf"differs first in its {stage}(, by plain formulas)?:", text), text
