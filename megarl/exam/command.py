@@ -23,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", default=[], help="faults or areas to run")
     parser.add_argument("--healthy", type=int, metavar="N", default=0, help="run N jobs without a fault, too")
     parser.add_argument("--folder", type=Path, default=Path("runs/exam"), help="keeps outcomes; a repeat goes on")
+    parser.add_argument("--write", type=Path, metavar="FILE", help="write the page of results, in Markdown")
     parser.add_argument("--at-once", type=int, metavar="N", default=max(1, (os.cpu_count() or 1) // 2 + 1))
 
 
@@ -44,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
         for area, fault in chosen:
             sys.stdout.write(f"{area}/{fault.name} [{fault.alarm}] {fault.report}: {fault.breaks}\n")
         return 0
+    from megarl.core.durable import write_text
+    from megarl.exam.page import page, summary
     from megarl.exam.runner import Exam, Runner
 
     runner = Runner(arguments.folder)
@@ -52,19 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
         exams = [Exam(fault.name, fault.job, fault) for fault in written]
         healthy = healthy_jobs(arguments.healthy)
         runner.run_all([*exams, *healthy], arguments.at_once)
-        found, right, late = 0, 0, 0
-        for fault in written:
-            outcome = runner.outcome(fault.name)
-            assert outcome is not None
-            found += outcome.found
-            right += outcome.found and outcome.names(fault)
-            late += outcome.found and (outcome.at or 0) > fault.begins + fault.within - 1
-        alarms = [runner.outcome(exam.name) for exam in healthy]
-        false = sum(each is not None and (each.found or each.status != 0) for each in alarms)
-        sys.stdout.write(
-            f"{len(written)} faults: {found} found ({late} of them late), {right} named rightly; "
-            f"{false} false alarms in {len(alarms)} healthy jobs\n"
-        )
+        results = {fault.name: found for fault in written if (found := runner.outcome(fault.name)) is not None}
+        sound = [found for exam in healthy if (found := runner.outcome(exam.name)) is not None]
+        if arguments.write is not None:
+            write_text(arguments.write, page(rows, results, sound))
+        sys.stdout.write(f"{summary(rows, results, sound)}\n")
     finally:
         runner.close()
     return 0

@@ -23,6 +23,7 @@ class Fault:
         settings: Settings that the fault needs besides those of the job.
         within: Steps after the fault's first effect until the alarm; 0: before the first update.
         begins: Step of the first effect, from 1.
+        unseen: Reason why no check names it; empty if one does.
         prepare: Called with the run directory before each start of the job.
     """
 
@@ -36,6 +37,7 @@ class Fault:
     within: int = 1
     begins: int = 1
     prepare: Callable[[Path], None] | None = None
+    unseen: str = ""
 
 
 def replace(original: Callable[..., Any], new: Callable[..., Any]) -> None:
