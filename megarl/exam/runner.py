@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -77,7 +77,12 @@ class Exam:
     job: str
     fault: Fault | None = None
     settings: tuple[str, ...] = ()
-    times: int = 1
+    times: float = 1.0
+
+    def needs(self, model: str) -> bool:
+        """Return True if the job begins with a model of ``small_jobs.MODELS``."""
+        own = (*JOBS[self.job].settings, *(self.fault.settings if self.fault else ()), *self.settings)
+        return f"model.path={{folder}}/{model}" in own
 
 
 class Runner:
@@ -85,13 +90,14 @@ class Runner:
 
     Args:
         folder: Gets ``<name>.json`` and, while it runs, a run directory of each job.
+        server: Process to fork jobs from, which has imported ``MODULES``; None starts one.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, server: ForkServer | None = None) -> None:
         self.folder = folder
         make_files(folder / "files")
         self._environment = {**os.environ, **ENVIRONMENT}
-        self._server = ForkServer.start(MODULES, self._environment)
+        self._server = server or ForkServer.start(MODULES, self._environment)
 
     def close(self) -> None:
         """End the process that jobs are forked from."""
@@ -99,15 +105,15 @@ class Runner:
 
     def run_all(self, exams: Sequence[Exam], at_once: int) -> None:
         """Run those whose outcome is not kept; print a line for each."""
-        self.make_models()
         due = [exam for exam in exams if not self.path(exam.name).is_file()]
+        self.make_models(name for name in MODELS if any(exam.needs(name) for exam in due))
         with ThreadPoolExecutor(at_once) as pool:
             for _ in pool.map(self._keep, due):
                 pass
 
-    def make_models(self) -> None:
-        """Make the models that jobs begin with, once."""
-        for name in MODELS:
+    def make_models(self, names: Iterable[str]) -> None:
+        """Make models that jobs begin with, each once. Raises RuntimeError with a log's last lines."""
+        for name in names:
             self._make_model(name)
 
     def path(self, name: str) -> Path:
@@ -130,7 +136,6 @@ class Runner:
         sys.stdout.flush()
 
     def _make_model(self, name: str) -> None:
-        """Make a model that jobs begin with, once. Raises RuntimeError with the log's last lines."""
         files, run_dir = self.folder / "files", self.folder / "runs" / name
         if (files / name).is_dir():
             return
@@ -153,7 +158,7 @@ class Runner:
         for stop in job.stops:
             if fault is not None and fault.prepare is not None:
                 fault.prepare(run_dir)
-            settings = settings_of(job, self.folder / "files", run_dir, more, exam.times * stop)
+            settings = settings_of(job, self.folder / "files", run_dir, more, int(exam.times * stop))
             status = self._start([fault.name if fault else NO_FAULT, *settings], log)
             if status != 0:
                 break

@@ -163,11 +163,9 @@ def test_a_fault_of_the_code_shows_at_its_stage(
     from megarl.exam.small_jobs import JOBS, settings_of
 
     fault = find(name)
-    files = Path(os.environ.get("MEGARL_EXAM_FILES", tmp_path_factory.getbasetemp() / "exam")).absolute()
+    files = tmp_path_factory.getbasetemp() / "exam" / "files"
     if not (files / "sums").is_dir():
-        runner = Runner(files.parent)
-        runner.make_models()
-        runner.close()
+        Runner(files.parent, commands.server()).make_models(["sums"])
     more = (*fault.settings, *KEPT[:3])
     settings = settings_of(JOBS[fault.job], files, tmp_path / "run", more, 2)
     assert started(["-m", "megarl.exam.processes", name, *settings], tmp_path / "log") == 0, (

@@ -29,12 +29,12 @@ class Command(Forked):
 _servers: list[ForkServer] = []
 
 
-def _server() -> ForkServer:
+def server() -> ForkServer:
     """The fork server, another one where that did not answer: a test may have killed it."""
     if not _servers or _servers[-1].closed:
-        server = ForkServer.start(MODULES, {**os.environ, **ENVIRONMENT})
-        atexit.register(server.close)
-        _servers.append(server)
+        process = ForkServer.start(MODULES, {**os.environ, **ENVIRONMENT})
+        atexit.register(process.close)
+        _servers.append(process)
     return _servers[-1]
 
 
@@ -49,8 +49,8 @@ def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> Command |
     """
     if os.environ.get(VARIABLE) == "0":
         return None
-    server, env = _server(), {**env, **ENVIRONMENT}
-    pid = server.fork(argv, env, output, {})
+    process, env = server(), {**env, **ENVIRONMENT}
+    pid = process.fork(argv, env, output, {})
     if pid is None:
-        assert server.closed, f"other variables than the server's: {sorted(server.differing(env))}"
+        assert process.closed, f"other variables than the server's: {sorted(process.differing(env))}"
     return None if pid is None else Command(pid)
