@@ -159,7 +159,7 @@ def build_parser() -> argparse.ArgumentParser:
     replay = add(
         "replay",
         "Compute a kept step of a run again, on one process, and name the first stage that differs from what was "
-        "trained (docs/replay.md).",
+        "trained (docs/alarms.md).",
     )
     replay.add_argument("run_dir", metavar="RUN", help="directory of a run with trainer.keep_batches=true")
     replay.add_argument("--step", type=int, required=True, metavar="N", help="number of the step, from 1")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """Put known silent faults into small jobs, one at a time; print which a job notices and names.
 
-Needs no GPU. The same command continues after a stop (docs/exam.md)."""
+Needs no GPU. The same command continues after a stop (docs/alarms.md)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

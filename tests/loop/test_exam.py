@@ -1,4 +1,4 @@
-"""A tenth of ``megarl exam``: faults of every area in jobs of two steps are named, and jobs without a fault say nothing."""
+"""A tenth of ``megarl exam``: faults of every area, in jobs of two steps, are named; healthy jobs are silent."""
 
 from __future__ import annotations
 
