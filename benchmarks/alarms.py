@@ -1,0 +1,101 @@
+"""CPU-seconds of alarms and of the witness, as a share of a step's: ``python benchmarks/alarms.py [--large]``.
+
+The functions of alarms are wrapped in the process from which the job's processes are forked. Counted on rank 0, in
+thread CPU time, beside the CPU time of the whole process. ``--large``: a model of 30M parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import runpy
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from megarl.exam.processes import ENVIRONMENT, MODULES
+
+LARGE = (
+    "model.from_scratch.hidden_size=512", "model.from_scratch.intermediate_size=1536",
+    "model.from_scratch.num_hidden_layers=8", "model.from_scratch.num_attention_heads=8",
+    "model.from_scratch.num_key_value_heads=4", "model.from_scratch.head_dim=64",
+)  # fmt: skip
+STEPS = 8
+spent = 0.0
+"""CPU-seconds in alarms since the last step."""
+nested = 0
+
+
+def counting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the thread's CPU time in the outermost call to ``spent``."""
+
+    @wraps(function)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        global spent, nested
+        nested, begun = nested + 1, time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            nested -= 1
+            spent += 0.0 if nested else time.thread_time() - begun
+
+    return counted
+
+
+def install() -> None:
+    """Wrap the functions of alarms, and write both times with each step's metrics."""
+    from megarl.train.parts.alarms import Alarms
+    from megarl.train.update.witness import Witness
+
+    for owner, names in ((Witness, ("__init__", "_add", "differences")), (Alarms, ("after_step",))):
+        for name in names:
+            setattr(owner, name, counting(getattr(owner, name)))
+    after_step, last = Alarms.after_step, [0.0]
+
+    def written(self: Alarms, state: Any, metrics: dict[str, float]) -> None:
+        global spent
+        after_step(self, state, metrics)
+        now = time.process_time()
+        metrics |= {"perf/alarms_cpu_s": spent, "perf/step_cpu_s": now - last[0]}
+        spent, last[0] = 0.0, now
+
+    Alarms.after_step = written  # type: ignore[method-assign]
+
+
+def job(overrides: list[str]) -> None:
+    """Become ``megarl train`` with counted alarms."""
+    for module in MODULES:
+        importlib.import_module(module)
+    install()
+    sys.argv = ["megarl", "train", *overrides]
+    runpy.run_module("megarl", run_name="__main__", alter_sys=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--large", action="store_true")
+    large = parser.parse_args().large
+    with tempfile.TemporaryDirectory() as folder:
+        overrides = ["experiment=quickstart", f"trainer.steps={STEPS}", "parallel=tp1"]
+        overrides += [f"run.dir={folder}/run", f"trainer.warm_start.steps={5 if large else 100}"]
+        overrides += LARGE if large else []
+        command = [sys.executable, __file__, "job", *overrides]
+        subprocess.run(command, env={**os.environ, **ENVIRONMENT}, check=True, stdout=subprocess.DEVNULL)
+        lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "perf/alarms_cpu_s" in line][1:]
+    alarms, whole = (statistics.median(line[f"perf/{name}_cpu_s"] for line in steps) for name in ("alarms", "step"))
+    print(
+        f"{'30M' if large else 'quickstart'}: {1e3 * alarms:.1f} ms of {1e3 * whole:.0f} CPU-ms a step: {alarms / whole:.2%}"
+    )
+
+
+if __name__ == "__main__":
+    job(sys.argv[2:]) if sys.argv[1:2] == ["job"] else main()
