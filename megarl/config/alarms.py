@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from megarl.config.bounds import Bound, Count, Positive, UnitInterval
+from megarl.config.bounds import Bound, Count, NonNegative, Positive, UnitInterval
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class AlarmsConfig:
     """Bound of ``check/loss``. Float32 rounding is near 1e-6."""
     gradient: Positive | None = None
     """Bound of ``check/gradient``; None takes 1e-3 in float32 and 0.05 in bfloat16, whose rounding is near 0.01."""
+    trajectories: NonNegative = 4
+    """Sequences of each step whose tokens, loss mask, log-probs, prompt and judged text are compared with the store's
+    turns and rows. Each takes about a millisecond."""
     entropy: UnitInterval | None = 0.1
     """Share of the usual entropy below which it has collapsed."""
     length: Annotated[float, Bound(1, above=True)] | None = 3.0

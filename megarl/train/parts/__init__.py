@@ -19,6 +19,7 @@ from megarl.train.parts.colocation import Colocation
 from megarl.train.parts.demonstrations import Demonstrations, draws_experts
 from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.quiet import Quiet
+from megarl.train.parts.recorded import RecordedTurns
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
 from megarl.train.parts.scores import RewardModelScores
@@ -37,6 +38,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: bool(c.teachers), Teachers),
     (draws_experts, Demonstrations),
     (teaches_a_part, TaughtTokens),
+    (lambda c: c.alarms.trajectories > 0, RecordedTurns),
     (lambda c: c.trainer.keep_batches, KeptBatches),
     (lambda c: c.evaluation.average is not None, AveragedActor),
     (lambda c: not c.rollout.is_colocated and c.sync.max_staleness > 0, DrainAhead),
