@@ -35,6 +35,7 @@ ORDER = (
     "DraftAcceptance",  # engines are asked before they leave
     "Colocation",  # engines leave before a model computes
     "ReferenceRefresh",
+    "FixedReference",
     "ColdCheck",
     "RewardModelScores",
     "Teachers",

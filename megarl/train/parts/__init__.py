@@ -17,6 +17,7 @@ from megarl.train.parts.batches import KeptBatches
 from megarl.train.parts.cold import ColdCheck
 from megarl.train.parts.colocation import Colocation
 from megarl.train.parts.demonstrations import Demonstrations, draws_experts
+from megarl.train.parts.fixed_reference import FixedReference
 from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.recorded import RecordedTurns
@@ -33,6 +34,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.rollout.speculative != "none", DraftAcceptance),  # before colocated engines leave
     (lambda c: c.rollout.is_colocated, Colocation),
     (lambda c: c.reference.refresh != "never", ReferenceRefresh),
+    (lambda c: c.reference.refresh == "never" and c.algorithm.kl.coef > 0, FixedReference),
     (lambda c: c.sync.cold_interval is not None, ColdCheck),
     (lambda c: c.reward_model.path is not None, RewardModelScores),
     (lambda c: bool(c.teachers), Teachers),

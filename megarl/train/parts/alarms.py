@@ -11,6 +11,7 @@ from megarl.config import Config
 from megarl.core.metrics import records
 from megarl.train.part import Metrics, Part
 from megarl.train.ranks import Reporter, RunContext, TrainState
+from megarl.train.update.gap import TOLERANCES
 
 History = Sequence[Mapping[str, float]]
 """Metrics of earlier steps, the newest last."""
@@ -139,6 +140,13 @@ RULES: tuple[Rule, ...] = (
         "critic",
         "the ends of responses, the values after them, the value clip and what scales values",
         _above("check/critic", lambda c: c.alarms.gradient or GRADIENT[c.model.dtype], "alarms.gradient"),
+    ),
+    Rule(
+        "reference",
+        "weights that the reference shares with the actor, what refreshes it, and its temperature",
+        _above(
+            "check/reference", lambda c: c.sync.sample_tolerance or TOLERANCES[c.model.dtype], "sync.sample_tolerance"
+        ),
     ),
     Rule(
         "frozen",
