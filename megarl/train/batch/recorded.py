@@ -8,7 +8,8 @@ Shape legend: T tokens of a sequence.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
@@ -75,6 +76,11 @@ def difference(line: Line, tokens: np.ndarray, mask: np.ndarray, logp: np.ndarra
     return None
 
 
+def _unnumbered(text: str) -> str:
+    """Return a text with equal digits: templates write numbers of calls."""
+    return re.sub(r"\d", "0", text)
+
+
 class Templates:
     """Compares recorded turns with the text that the chat template makes of messages.
 
@@ -120,21 +126,23 @@ class Templates:
         return f"its prompt has {len(turn)} tokens that differ from the {len(ids)} that the template makes of its row"
 
     def _fits(self, before: Turn, turn: Turn, task: Task) -> bool:
+        """Return True if a message after a response begins and ends as the template writes it in some role; also if
+        the response has not ended, or the template writes no such message."""
         ended = int(before.token_ids[-1])
-        text = self._tokenizer.decode([ended, *turn.token_ids], special=True)
-        known = [around for role in ROLES if (around := self._decoration(role, task.chat_template_kwargs)) is not None]
-        end, stops = self._tokenizer.token(ended) or "", [self._tokenizer.token(i) or "" for i in self._stops()]
-        if ended not in self._stops():
+        if ended not in self._tokenizer.eos_ids:
             return True
+        suffix = self._tokenizer.rendered_ids(self._tokenizer.suffix)
+        written = next((i + 1 for i, token in enumerate(suffix) if token in self._tokenizer.eos_ids), 0)
+        end, text = self._tokenizer.token(ended) or "", self._tokenizer.decode([ended, *turn.token_ids], special=True)
+        known = [around for role in ROLES if (around := self._decoration(role, task.chat_template_kwargs)) is not None]
         for first, last in known:
-            stop = next((stop for stop in stops if stop and stop in first), "")
-            head = first.partition(stop)[2] if stop else first
-            if text.startswith(end + head) and text.endswith(last):
+            # The token that ended the response replaces the template's, or is the message's own first token.
+            ids = self._tokenizer.rendered_ids(first)[written:]
+            heads = [end + self._tokenizer.decode(ids, special=True), *([] if written else [first])]
+            heads, tail = [_unnumbered(head) for head in heads], _unnumbered(last)
+            if _unnumbered(text).startswith(tuple(heads)) and _unnumbered(text).endswith(tail):
                 return True
         return not known
-
-    def _stops(self) -> Collection[int]:
-        return self._tokenizer.eos_ids
 
     def _decoration(self, role: str, options: Mapping[str, Any]) -> tuple[str, str] | None:
         key = role, repr(options)
