@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from megarl.config.bounds import Bound, Count, Positive, UnitInterval
+from megarl.config.bounds import Bound, Count, NonNegative, Positive, UnitInterval
 
 
 @dataclass(frozen=True)
@@ -13,14 +13,21 @@ class AlarmsConfig:
     """A bound of None leaves its alarm out. Alarms are lines of the log and metrics ``alarm/NAME`` (docs/alarms.md)."""
 
     witness: bool = True
-    """Compute advantages, loss and one sum of the gradient of each step's first update a second time by plain formulas
+    """Compute advantages, loss and one sum of the gradient of each step's updates a second time by plain formulas
     (``check/*``), for the algorithms that have one."""
     advantages: Positive | None = 1e-4
     """Bound of ``check/advantages``. Float32 rounding is near 1e-7; whitening of nearly equal values reaches 1e-5."""
     loss: Positive | None = 1e-3
-    """Bound of ``check/loss``. Float32 rounding is near 1e-6."""
+    """Bound of ``check/loss``: of the loss, and of its gradient at each token. Float32 rounding is near 1e-6."""
+    old_logp: Positive | None = 0.05
+    """Bound of ``check/old_logp``, as a share of what updates have changed of the log-probs."""
     gradient: Positive | None = None
     """Bound of ``check/gradient``; None takes 1e-3 in float32 and 0.05 in bfloat16, whose rounding is near 0.01."""
+    optimizer: Positive | None = 0.05
+    """Bound of ``check/optimizer``: how far a few weights' change is from AdamW's formula, in learning rates."""
+    trajectories: NonNegative = 4
+    """Sequences of each step whose tokens, loss mask, log-probs, prompt and judged text are compared with the store's
+    turns and rows. Each takes about a millisecond."""
     entropy: UnitInterval | None = 0.1
     """Share of the usual entropy below which it has collapsed."""
     length: Annotated[float, Bound(1, above=True)] | None = 3.0

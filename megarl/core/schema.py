@@ -271,6 +271,8 @@ class Segment:
     """int32 [P]: prompt ids with expanded placeholders; only in the first segment after a prompt with images."""
     routing: np.ndarray | None = None
     """int8 or int16 [N, L, K], as in ``Turn.routing``."""
+    computed: str = ""
+    """``digest_of`` the tokens in the engine up to the segment's end; "" in a segment that the store has kept."""
 
     def before(self, dead: Collection[str]) -> Segment | None:
         """Return the part before the first token of a ``dead`` version; ``None`` if that part is empty."""
@@ -282,7 +284,13 @@ class Segment:
         spans = tuple(replace(span, end=min(span.end, cut)) for span in self.spans if span.start < cut)
         routing = None if self.routing is None else self.routing[: cut - len(self.token_ids)]
         return replace(
-            self, token_ids=self.token_ids[:cut], logp=self.logp[:cut], spans=spans, finish_reason=None, routing=routing
+            self,
+            token_ids=self.token_ids[:cut],
+            logp=self.logp[:cut],
+            spans=spans,
+            finish_reason=None,
+            routing=routing,
+            computed="",
         )
 
 
@@ -549,6 +557,13 @@ TOOL_CALLS = "tool_calls"
 """Key of a trajectory's metadata: number of tool calls in its responses."""
 TEACHER = "teacher"
 """Key of a trajectory's metadata: name of its teacher."""
+JUDGED = "judged"
+"""Key of a trajectory's metadata: ``text_digest`` of the text that the verifier has judged."""
+
+
+def text_digest(text: str) -> str:
+    """Digest of a text."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ ERRORS: dict[str, str] = {
     "held_out": r"asks a question of taskset\.eval",
     "checkpoint": r"THE RUN GOES BACK|is damaged|has SHA-256 .*, written was|written were",
     "same-answers": r"chosen and rejected are the same tokens",
+    "tokens": r"has computed other tokens than the \d+ recorded ones",
     "moments": r"the optimizer does not have what .* gave it",
 }
 """Name -> words of an error or refusal that names the fault."""
@@ -65,6 +66,7 @@ STEPS: dict[str, str] = {
     "router": "The gradient of the routers' losses is not that of the whole update; look at their denominators.",
     "mask": "The tokens in the loss are not those that the model wrote; look at how turns become samples.",
     "tokens": "The tokens of a turn are not those that the engine computed; look at what decodes and encodes them.",
+    "log-probs": "The engine's log-probs of a batch are not those of its tokens; look at their positions.",
     "template": "A prompt or message is not written as the model's chat template writes it; look at what renders, cuts "
     "or encodes it.",
     "text": "The text that was judged is not the text of the trained tokens; look at stop strings and at decoding.",

@@ -171,8 +171,8 @@ def denominator(config: AlgorithmConfig, counts: torch.Tensor, trajectories: Seq
 
 def loss_and_gradient(
     config: AlgorithmConfig, kl_coef: float, tokens: PlainTokens, denominators: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (terms of the loss, d loss / d logp), float64 [M] each, entropy's gradient left out.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (terms of the loss, d loss / d logp, d loss / d entropy), float64 [M] each.
 
     Sequences are whole: all their tokens are given.
     """
@@ -226,4 +226,15 @@ def loss_and_gradient(
             kl, of_kl = d.exp() - 1.0 - d, 1.0 - d.exp()
             kl, of_kl = kl.clamp(max=10.0), torch.where(kl >= 10.0, 0.0, of_kl)
         terms, gradient = terms + weight * kl_coef * kl, gradient + weight * kl_coef * of_kl
-    return terms, gradient
+    return terms, gradient, -weight * config.entropy_coef
+
+
+def value_gradient(config: PPOConfig, values: torch.Tensor, old: torch.Tensor, returns: torch.Tensor) -> torch.Tensor:
+    """Return d / dV of ½·max((V − R)², (clip(V) − R)²), float64 [M]: of the critic's loss before its denominator."""
+    gradient = values - returns
+    if config.value_clip is None:
+        return gradient
+    bounded = old + (values - old).clamp(-config.value_clip, config.value_clip)
+    is_bound = (bounded - returns).abs() > gradient.abs()
+    inside = (values - old).abs() <= config.value_clip
+    return torch.where(is_bound & ~inside, 0.0, gradient)

@@ -129,7 +129,7 @@ class StepReplay:
         assert sequences.advantages is not None
         here, sequences.advantages = sequences.advantages.double(), trained
         if plain.covers(settings):
-            here = Witness(batch, settings, unchanged=False).advantages
+            here = Witness(batch, settings).advantages
         size = max(1.0, float(here.abs().max()))
         return [self._stage("advantages", (here - trained.double()).abs() / size, RELATIVE["float32"])]
 
@@ -158,7 +158,7 @@ class StepReplay:
             first = policy(unchanged=True)
             numbers = torch.tensor([i for unit in batch.updates[0] for i in unit])
             sequences.old_logp[torch.isin(sequences.row, numbers)] = 0.0  # the update fills them, as it did
-        witness = Witness(batch, settings, unchanged=first is not None) if plain.covers(settings) else None
+        witness = Witness(batch, settings) if plain.covers(settings) else None
         _, again = self._learner.update(self._state, batch, policy(), settings, first, witness)
         usual = RELATIVE[self._config.model.dtype]
         sums = {

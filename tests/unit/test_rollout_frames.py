@@ -126,6 +126,7 @@ SAMPLE = {
     "tokens": 1,
     "prompt_tokens": None,
     "routing": None,
+    "computed": "0123",
 }
 FAILED = {"request": 0, "index": 0, "message": "no", "refused": True}
 

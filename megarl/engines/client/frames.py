@@ -73,6 +73,8 @@ class Completion:
     routing: np.ndarray | None = None
     """int8 or int16 [N, L, K]: ids of the K experts in each of L layers, for the N tokens before the last. None if not
     requested."""
+    computed: str = ""
+    """``schema.digest_of`` the prompt's and the sample's tokens in the engine; "" if unknown."""
     engine: str = ""
     """URL of the engine, set by the client; not part of the frame."""
 
@@ -117,6 +119,7 @@ def _sample_fields(sample: Completion) -> dict[str, Any]:
         "request": sample.request,
         "index": sample.index,
         "finish_reason": sample.finish_reason,
+        "computed": sample.computed,
         "versions": sample.versions,
         "tokens": len(sample.token_ids),
         "prompt_tokens": None if sample.prompt_ids is None else len(sample.prompt_ids),
@@ -202,6 +205,7 @@ def _sample(fields: dict[str, Any], arrays: bytes) -> Completion:
         if prompt_tokens is None
         else np.frombuffer(arrays, "<i4", prompt_tokens, prompt_at).astype(np.int32),
         routing=routing,
+        computed=_typed(str, fields["computed"]),
     )
 
 

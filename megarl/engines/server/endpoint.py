@@ -36,7 +36,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.reader import Counter, get_metrics_snapshot
 
 from megarl.core.pictures import decode
-from megarl.core.schema import WeightsVersion
+from megarl.core.schema import WeightsVersion, digest_of
 from megarl.engines.client.control import failures
 from megarl.engines.client.frames import (
     CONTENT_TYPE,
@@ -441,6 +441,7 @@ def record_of(i: int, j: int, finished: RequestOutput, *, expanded: bool) -> Com
         finish_reason=output.finish_reason,
         versions=tuple(VersionSpan(span.version, span.start, span.end) for span in output.weight_versions or ()),
         prompt_ids=np.array(finished.prompt_token_ids, dtype=np.int32) if expanded else None,
+        computed=digest_of(np.array([*finished.prompt_token_ids, *token_ids], dtype=np.int32)),
     )
 
 

@@ -816,7 +816,7 @@ FAULTS: tuple[Fault, ...] = (
         "schedule-by-micro-batch",
         "starVLA/starVLA#210",
         "The learning-rate schedule moves on with every micro-batch, so it decays too fast.",
-        alarm="optimizer",
+        alarm="learning-rate",
         job="packed",
         install=_schedule_by_micro_batch,
         settings=("trainer.optimizer.decay_steps=8", "trainer.optimizer.min_lr=0.0"),

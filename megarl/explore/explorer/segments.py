@@ -178,6 +178,7 @@ class SegmentSampler:
             None if unfinished else completion.finish_reason,
             completion.prompt_ids if start == 0 else None,
             completion.routing,
+            completion.computed,
         )
 
     def _repeats(self, segments: Sequence[Segment]) -> bool:
@@ -231,4 +232,5 @@ def _joined(segments: Sequence[Segment]) -> Completion:
         routing=np.concatenate(routing)
         if (routing := [s.routing for s in segments if s.routing is not None])
         else None,
+        computed=segments[-1].computed,
     )

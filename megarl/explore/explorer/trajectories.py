@@ -16,7 +16,7 @@ from megarl.config import Config
 from megarl.config.rewards import RewardConfig
 from megarl.core.errors import EngineError, JobError, PromptRefused, describe
 from megarl.core.processes import heartbeat
-from megarl.core.schema import GREEDY, TOOL_CALLS, End, Reward, Segment, Task, Trajectory
+from megarl.core.schema import GREEDY, JUDGED, TOOL_CALLS, End, Reward, Segment, Task, Trajectory
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import LONGEST_RETRY_S, Gatherer, SampleRequest
 from megarl.explore.explorer.claimed import ClaimedGroup
@@ -245,6 +245,7 @@ class TrajectoryRunner:
         message = {} if verdict.message is None else {"reward_message": verdict.message}
         number = model.record.num_tool_calls
         calls = {} if number is None else {TOOL_CALLS: number}
+        judged = {} if model.judged is None else {JUDGED: model.judged}
         turns = model.record.ordered()
         found = Trajectory(
             rollout_id=group.claim.rollout_id,
@@ -254,7 +255,7 @@ class TrajectoryRunner:
             group_size=group.claim.group_size,
             turns=turns,
             reward=verdict.reward,
-            metadata={"reward": verdict.record} | message | calls,
+            metadata={"reward": verdict.record} | message | calls | judged,
             cause=model.end.cause,
             images=model.record.images_beside(group.claim.task.images, turns),
         )

@@ -16,7 +16,7 @@ from megarl.buffer.store import Claim
 from megarl.config.derived import context_tokens, prompt_tokens
 from megarl.config.schema import RolloutConfig
 from megarl.core.errors import DataError, PromptRefused
-from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion
+from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion, text_digest
 from megarl.core.text import OPEN, as_written, opens_thinking, without_surrogates
 from megarl.engines.client.frames import Completion
 from megarl.engines.client.gather import SampleRequest
@@ -159,6 +159,8 @@ class RolloutModel:
         self._judge = judge
         self._verdicts: dict[int, Verdict] = {}
         """Index of a turn -> its verdict."""
+        self._judged: dict[int, str] = {}
+        """Index of a turn -> ``text_digest`` of the text that was judged."""
         self._asked = 0
         """Number of requested samples."""
 
@@ -333,8 +335,17 @@ class RolloutModel:
         turn = self.record.last_of_model() if of is None else of
         number = self.record.index_of(turn, "verify")
         if number not in self._verdicts:
-            self._verdicts[number] = await self._judge(self.text(turn), self.record.begins_in_thinking(turn), None)
+            text = self.text(turn)
+            self._judged[number] = text_digest(text)
+            self._verdicts[number] = await self._judge(text, self.record.begins_in_thinking(turn), None)
         return self._verdicts[number]
+
+    @property
+    def judged(self) -> str | None:
+        """``text_digest`` of the text whose verdict is the trajectory's reward; None if the workflow gave it."""
+        if self.end.given is not None:
+            return None
+        return self._judged.get(self.record.index_of(self.record.last_of_model(), "judged"))
 
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
         """Sample a turn of the model from the turns up to ``after`` (-1: the last one), and add it.
@@ -361,8 +372,10 @@ class RolloutModel:
         except PromptRefused:
             self.record.refuse_response()
             raise
-        turn = _model_turn(completion, self._claim.version)
-        return self.record.end_response(context, turn, completion.prompt_ids)
+        turn = self.record.end_response(context, _model_turn(completion, self._claim.version), completion.prompt_ids)
+        if completion.computed:
+            self.record.check_computed(turn, completion.computed)
+        return turn
 
 
 def _too_long(most: int) -> ValueError:

@@ -11,7 +11,7 @@ from typing import Any, get_args
 import numpy as np
 
 from megarl.core.errors import JobError
-from megarl.core.schema import Author, End, Reward, Turn, line_of_turns, plain
+from megarl.core.schema import Author, End, Reward, Turn, digest_of, line_of_turns, plain
 from megarl.core.text import without_surrogates
 from megarl.explore.recording.images import ImageRules, RecordedImages
 from megarl.rewards import Verdict
@@ -359,6 +359,21 @@ class RecordedTurns:
         if computed is not None:
             self._expand(context.line, computed)
         return self._log.add(turn, context.line[-1], context.number)
+
+    def check_computed(self, turn: Turn, digest: str) -> None:
+        """Raise JobError unless the engine has computed the recorded tokens up to a turn.
+
+        Args:
+            digest: ``digest_of`` the tokens of prompt and response in the engine.
+        """
+        line = self._log.line(self.index_of(turn, "check_computed"))
+        tokens = np.concatenate([self.turns[i].token_ids for i in line])
+        if digest_of(tokens) != digest:
+            raise JobError(
+                f"the engine has computed other tokens than the {len(tokens)} recorded ones up to response "
+                f"{len(line) // 2} of a trajectory, so training would see tokens that no engine has sampled or read: "
+                "look at what decodes, encodes, cuts or extends tokens on their way to and from the engine"
+            )
 
     def _expand(self, line: Sequence[int], computed: np.ndarray) -> None:
         """Replace a task's prompt by its expanded tokens from ``computed``, int32 [P]. Raises JobError if other tokens

@@ -17,8 +17,10 @@ from megarl.train.parts.batches import KeptBatches
 from megarl.train.parts.cold import ColdCheck
 from megarl.train.parts.colocation import Colocation
 from megarl.train.parts.demonstrations import Demonstrations, draws_experts
+from megarl.train.parts.fixed_reference import FixedReference
 from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.quiet import Quiet
+from megarl.train.parts.recorded import RecordedTurns
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
 from megarl.train.parts.scores import RewardModelScores
@@ -32,11 +34,13 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.rollout.speculative != "none", DraftAcceptance),  # before colocated engines leave
     (lambda c: c.rollout.is_colocated, Colocation),
     (lambda c: c.reference.refresh != "never", ReferenceRefresh),
+    (lambda c: c.reference.refresh == "never" and c.algorithm.kl.coef > 0, FixedReference),
     (lambda c: c.sync.cold_interval is not None, ColdCheck),
     (lambda c: c.reward_model.path is not None, RewardModelScores),
     (lambda c: bool(c.teachers), Teachers),
     (draws_experts, Demonstrations),
     (teaches_a_part, TaughtTokens),
+    (lambda c: c.alarms.trajectories > 0, RecordedTurns),
     (lambda c: c.trainer.keep_batches, KeptBatches),
     (lambda c: c.evaluation.average is not None, AveragedActor),
     (lambda c: not c.rollout.is_colocated and c.sync.max_staleness > 0, DrainAhead),

@@ -11,6 +11,7 @@ from megarl.config import Config
 from megarl.core.metrics import records
 from megarl.train.part import Metrics, Part
 from megarl.train.ranks import Reporter, RunContext, TrainState
+from megarl.train.update.gap import TOLERANCES
 
 History = Sequence[Mapping[str, float]]
 """Metrics of earlier steps, the newest last."""
@@ -47,6 +48,20 @@ def _above(
 
 GRADIENT = {"float32": 1e-3, "bfloat16": 0.05}
 """Default of ``alarms.gradient`` by ``model.dtype``."""
+
+
+RATE = 1e-9
+"""Relative difference of a learning rate from the schedule's, in float64."""
+
+
+def _counted(config: Config, history: History, now: Mapping[str, float]) -> tuple[float, str] | None:
+    name, updates, before = "actor/optimizer_steps", now.get("actor/updates"), history[-1] if history else {}
+    same = before.get("training/rollbacks") == now.get("training/rollbacks")
+    if updates is None or name not in before or name not in now or not same:
+        return None
+    counted = now[name] - before[name]
+    text = f"the optimizer has counted {counted:.0f} steps more than after the last step, for {updates:.0f} updates"
+    return None if counted == updates else (counted - updates, text)
 
 
 def _usual(config: Config, history: History, metric: str) -> float | None:
@@ -112,10 +127,43 @@ RULES: tuple[Rule, ...] = (
         _above("check/loss", lambda c: c.alarms.loss, "alarms.loss"),
     ),
     Rule(
+        "old-logp",
+        "when old log-probs are computed, with which weights and temperature, and which of them an update reads",
+        _above("check/old_logp", lambda c: c.alarms.old_logp, "alarms.old_logp"),
+    ),
+    Rule(
         "gradient",
         "the scaling of micro-batches, and the reduction of gradients over data-parallel ranks",
         _above("check/gradient", lambda c: c.alarms.gradient or GRADIENT[c.model.dtype], "alarms.gradient"),
     ),
+    Rule(
+        "critic",
+        "the ends of responses, the values after them, the value clip and what scales values",
+        _above("check/critic", lambda c: c.alarms.gradient or GRADIENT[c.model.dtype], "alarms.gradient"),
+    ),
+    Rule(
+        "reference",
+        "weights that the reference shares with the actor, what refreshes it, and its temperature",
+        _above(
+            "check/reference", lambda c: c.sync.sample_tolerance or TOLERANCES[c.model.dtype], "sync.sample_tolerance"
+        ),
+    ),
+    Rule(
+        "frozen",
+        "what detaches or freezes a layer, and which parameters the optimizer has",
+        _above("check/frozen", lambda c: 0.0, "the number of trained parameters that may have no gradient"),
+    ),
+    Rule(
+        "learning-rate",
+        "the schedule, what counts its steps, and what a resume has changed",
+        _above("check/learning_rate", lambda c: RATE, "the schedule's rounding"),
+    ),
+    Rule(
+        "optimizer",
+        "skipped steps, the weight decay of each group of parameters, and Adam's settings",
+        _above("check/optimizer", lambda c: c.alarms.optimizer, "alarms.optimizer"),
+    ),
+    Rule("optimizer-steps", "skipped or repeated steps of the optimizer, and what a resume has read", _counted),
     Rule("entropy", "the learning rate, algorithm.entropy_coef, and whether one answer gets all rewards", _entropy),
     Rule("length", "stop tokens, the chat template, and whether length itself is rewarded", _length),
     Rule(

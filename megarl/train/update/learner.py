@@ -42,6 +42,9 @@ from megarl.train.batch.samples import WithArrays
 from megarl.train.inference.distributions import divergence_of, teacher_weights
 from megarl.train.inference.inference import Inference
 from megarl.train.ranks import Ranks, Reporter, TrainState
+from megarl.train.update.critic_witness import CriticWitness
+from megarl.train.update.frozen import FrozenParameters
+from megarl.train.update.optimizer_witness import OptimizerWitness
 from megarl.train.update.witness import Witness
 
 
@@ -183,6 +186,7 @@ class Learner:
     ) -> None:
         self.config, self.algorithm, self._updates, self._ranks = config, algorithm, updates, ranks
         self.inference, self._models = inference, inference.models
+        self._frozen = FrozenParameters()
         self.with_arrays: WithArrays = list
         """Reads the arrays of trajectories that the store's reader returned without them; set by ``services_of``."""
 
@@ -215,7 +219,7 @@ class Learner:
         first = policy(unchanged=True) if self.inference.first_update_infers else None
         witness = None
         if self.config.alarms.witness and plain.covers(settings) and not self.critic_alone(state) and batch.updates:
-            witness = Witness(batch, settings, unchanged=first is not None)
+            witness = Witness(batch, settings)
         state, updated = self.update(state, batch, policy(), settings, first, witness)
         return state, estimated | updated
 
@@ -267,7 +271,7 @@ class Learner:
         Args:
             settings: The algorithm's settings with the step's KL coefficient.
             first: Objective of the first update, which then fills ``old_logp`` of its tokens.
-            witness: Computes the actor's first update a second time; None for none.
+            witness: Computes the actor's updates a second time; None for none.
 
         Returns:
             The state with the updates' gradient norms, and metrics over all ranks.
@@ -278,6 +282,10 @@ class Learner:
         sums: list[Sums] = []
         updates: list[Sums] = []
         differences: dict[str, float] = {}
+        of_optimizer = None if witness is None else OptimizerWitness(config.trainer.optimizer, actor_step)
+        of_critic = None
+        if witness is not None and critic is not None and isinstance(settings, PPOConfig):
+            of_critic = CriticWitness(batch, settings)
 
         def learn(
             update: int,
@@ -289,14 +297,20 @@ class Learner:
             witness: Witness | None = None,
         ) -> None:
             nonlocal state
-            watched = objective if witness is None else witness.watching(objective)
+            watched = objective
+            if witness is not None:
+                watched = witness.watching(objective, update, unchanged=logp is not None)
             found = trained.backward(sequences, trained.model.micro_batches(sequences, units), watched, logp)
             norm = trained.gradient_norm()
-            if witness is not None:
+            if witness is not None and of_optimizer is not None:
                 differences.update(witness.differences(trained, found))
+                self._frozen.add(trained)
+                of_optimizer.before(trained)
             admitted, state = self._updates.admits(state, objective.name, found, norm, update)
             if admitted:
                 trained.step(lr)
+                if witness is not None and of_optimizer is not None:
+                    of_optimizer.after()
                 sums.append(found)
                 updates.append({f"{objective.name}/grad_norm": (norm, 1.0), f"{objective.name}/lr": (lr, 1.0)})
 
@@ -306,10 +320,11 @@ class Learner:
             actor.optimizer.restart(config.trainer.optimizer)
         for i, units in enumerate(batch.updates * config.trainer.ppo_epochs):
             if critic is not None:
+                values = objectives.returns(settings, sequences)
                 learn(
                     i,
                     critic,
-                    objectives.returns(settings, sequences),
+                    of_critic.watching(values, i) if of_critic else values,
                     units,
                     learning_rate(config.critic.optimizer, number),
                 )
@@ -317,10 +332,21 @@ class Learner:
                 own = first if i == 0 else None
                 lr = learning_rate(config.trainer.optimizer, actor_step)
                 old = sequences.old_logp if own else None
-                learn(i, actor, own or policy, units, lr, old, None if i else witness)
+                learn(i, actor, own or policy, units, lr, old, witness)
         self._models.finish_gathers()
+        if of_optimizer is not None:
+            differences |= largest_of_ranks(of_optimizer.metrics() | self._frozen.metrics())
+        if of_critic is not None:
+            differences |= of_critic.metrics()
         metrics = mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | differences
         return state, metrics | self._updates.end(state)
+
+
+def largest_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
+    """Return the largest value of each metric over all ranks, which call it with the same names."""
+    values = torch.tensor(list(metrics.values()), dtype=torch.float64)
+    dist.all_reduce(values, dist.ReduceOp.MAX)
+    return dict(zip(metrics, values.tolist(), strict=True))
 
 
 def kl_coef(state: TrainState, config: KLConfig) -> float:

@@ -1,4 +1,6 @@
-"""Witness of a step's first actor update: advantages, loss and gradient against plain formulas (``learn/plain.py``).
+"""Witness of a step's actor updates: advantages, loss and gradient against plain formulas (``learn/plain.py``).
+
+The gradient that the loss sends to each token's log-prob and entropy is compared with the formula's.
 
 The gradient of every parameter cannot be computed a second time within a step. One sum of it can: a factor s on the
 last norm's weight γ (and bias) is a factor on the logits z, and log-prob and entropy H of a token give
@@ -13,6 +15,7 @@ gradients are scaled by the number of micro-batches or ranks, are reduced twice 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -24,6 +27,7 @@ from megarl.core.metrics import Sums
 from megarl.learn import plain
 from megarl.learn.algorithms import Loss
 from megarl.learn.algorithms.terms.reduction import counts
+from megarl.learn.batching import Sequences
 from megarl.learn.models.gpt import unwrap
 from megarl.learn.training.model import TrainedModel
 from megarl.learn.training.objectives import LossTokens, Objective, sample_shares
@@ -32,75 +36,62 @@ from megarl.weights.megatron_private import first_element
 
 
 class Witness:
-    """Adds up a first update while its micro-batches pass. Every rank makes one, before the update.
+    """Adds up each update while its micro-batches pass. Every rank makes one, before a step's updates.
 
     Args:
         config: The algorithm's settings with the step's KL coefficient; ``plain.covers`` them.
-        unchanged: The update begins with the weights that computed the step, so its log-probs are the old ones.
     """
 
-    def __init__(self, batch: StepBatch, config: AlgorithmConfig, *, unchanged: bool) -> None:
+    def __init__(self, batch: StepBatch, config: AlgorithmConfig) -> None:
         sequences, rows = batch.sequences, batch.rows
-        self._sequences, self._config, self._unchanged = sequences, config, unchanged
+        self._sequences, self._config, self._unchanged = sequences, config, False
         held = counts(sequences.mask, sequences.lengths)
         of_step = sequences.together(held)
         trajectories = [(row.group_id, row.index) for row in rows]
-        numbers = sorted(chain(*batch.updates[0])) if batch.updates else []
-        self._denominator = plain.denominator(config, of_step[numbers], [trajectories[i] for i in numbers])
+        self._denominators: list[float] = []
+        for update in batch.updates:
+            numbers = sorted(chain(*update))
+            own = [trajectories[i] for i in numbers]
+            self._denominators.append(plain.denominator(config, of_step[numbers], own))
         self._share = sample_shares(sequences)[0]
-        row = torch.repeat_interleave(torch.arange(len(held)), held)
         self.advantages = torch.zeros(len(sequences.tokens), dtype=torch.float64)
         """float64 [T], by the plain formulas; 0 outside the loss."""
-        self.advantages[sequences.mask] = self._plain_advantages(batch, row)
-        self._of_loss = torch.zeros(2, dtype=torch.float64)
-        """Loss, and the sum of its terms' sizes."""
-        self._of_gradient = torch.zeros(2, dtype=torch.float64)
-        """Right side of the identity, and the sum of its terms' sizes."""
+        self.advantages[sequences.mask] = plain_advantages(batch, config)
+        self._sums = torch.zeros(len(SUMS), dtype=torch.float64)
+        self._largest: dict[str, float] = {}
+        """Largest differences of the step's updates so far."""
 
-    def _plain_advantages(self, batch: StepBatch, row: torch.Tensor) -> torch.Tensor:
-        config, sequences, rows = self._config, self._sequences, batch.rows
-        rewards, mask = [one.reward.score for one in rows], sequences.mask
-        if config.name in plain.BY_GROUP:
-            names = [(one.group_id, one.index) for one in rows]
-            of_rows = plain.advantages_of_responses(config, rewards, [one.group_id for one in rows], names)
-        else:
-            greedy = [one.greedy.reward.score if one.greedy and config.name == "remax" else 0.0 for one in rows]
-            of_rows = torch.tensor(rewards, dtype=torch.float64) - torch.tensor(greedy, dtype=torch.float64)
-        return plain.token_advantages(
-            config,
-            row,
-            sequences.held(of_rows),
-            together=sequences.together,
-            kl=self._penalty(),
-            values=None if sequences.values is None else sequences.values[mask].double(),
-            bootstrap=self._bootstrap(batch),
-        )
+    def watching(self, objective: Objective, update: int, *, unchanged: bool) -> Objective:
+        """Return the objective of an update, whose micro-batches are added up here as they pass.
 
-    def _penalty(self) -> torch.Tensor | None:
-        kl, sequences = self._config.kl, self._sequences
-        if kl.place != "reward" or not kl.coef or sequences.old_logp is None or sequences.ref_logp is None:
-            return None
-        d = (sequences.ref_logp.double() - sequences.old_logp.double())[sequences.mask]
-        of = {"k1": -d, "k2": 0.5 * d * d, "k3": (torch.exp(d.clamp(max=10.0)) - 1.0 - d).clamp(max=10.0)}
-        return kl.coef * of[kl.estimator]
-
-    def _bootstrap(self, batch: StepBatch) -> torch.Tensor | None:
-        config, sequences = self._config, self._sequences
-        if not isinstance(config, PPOConfig) or not config.bootstrap_truncated or sequences.values is None:
-            return None
-        truncated = sequences.held(torch.tensor([reason == "length" for reason in batch.finish_reasons]))
-        return torch.where(truncated, sequences.values[sequences.cu_seqlens[1:] - 1].double(), 0.0)
-
-    def watching(self, objective: Objective) -> Objective:
-        """Return the objective, whose micro-batches are added up here as they pass."""
+        Args:
+            update: Number within the step, from 0; epochs of the step count on.
+            unchanged: The update begins with the weights that computed the step, so its log-probs are the old ones.
+        """
+        self._sums, self._unchanged = torch.zeros_like(self._sums), unchanged
+        denominator = self._denominators[update % len(self._denominators)]
 
         def loss(kept: LossTokens, outputs: torch.Tensor) -> Loss:
-            self._add(kept, outputs.detach()[:, :2].double().cpu())
-            return objective.loss(kept, outputs)
+            wanted, apart = self._add(kept, outputs.detach()[:, :2].double().cpu(), denominator)
+            if outputs.requires_grad:
+                outputs.register_hook(partial(self._compare, wanted))
+            found = objective.loss(kept, outputs)
+            if apart is not None and "actor/ppo_kl" in found.metrics:
+                seen = float(found.metrics["actor/ppo_kl"][0])
+                known = torch.stack([(seen - apart.sum()).abs(), apart.abs().sum() + FLOOR * len(apart)])
+                self._sums[OLD : OLD + 2] += known
+            return found
 
         return replace(objective, loss=loss)
 
-    def _add(self, kept: LossTokens, outputs: torch.Tensor) -> None:
+    def _compare(self, wanted: torch.Tensor, gradient: torch.Tensor) -> None:
+        apart = gradient.detach()[:, : wanted.shape[1]].double().cpu() - wanted
+        self._sums[TOKENS : TOKENS + 2] += torch.stack([apart.abs().sum(), wanted.abs().sum()])
+
+    def _add(
+        self, kept: LossTokens, outputs: torch.Tensor, denominator: float
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Add a micro-batch; return the gradient of its outputs, and the old minus the new log-probs."""
         sequences, share = self._sequences, self._share
 
         def picked(given: torch.Tensor | None) -> torch.Tensor | None:
@@ -118,13 +109,14 @@ class Witness:
             engine_logp=picked(sequences.engine_logp),
             share=None if share is None else share[kept.numbers],
         )
-        terms, gradient = plain.loss_and_gradient(self._config, self._config.kl.coef, tokens, self._denominator)
+        terms, gradient, of_entropy = plain.loss_and_gradient(self._config, self._config.kl.coef, tokens, denominator)
         slopes = gradient * (logp + entropy)
-        self._of_loss += torch.stack([terms.sum(), terms.abs().sum()])
-        self._of_gradient += torch.stack([slopes.sum(), slopes.abs().sum()])
+        self._sums[:4] += torch.stack([terms.sum(), terms.abs().sum(), slopes.sum(), slopes.abs().sum()])
+        return torch.stack([gradient, of_entropy], dim=1), None if old is None else old - logp
 
     def differences(self, trained: TrainedModel, sums: Sums) -> dict[str, float]:
-        """Return relative differences of the update: ``check/advantages``, ``check/loss`` and ``check/gradient``.
+        """Return the step's largest relative differences so far: ``check/advantages``, ``check/loss``,
+        ``check/old_logp`` and ``check/gradient``.
 
         Every rank calls it, after ``TrainedModel.gradient_norm`` and before the step. An unknown difference is left
         out: of the gradient where the last norm is not trained, or entropy is in the loss.
@@ -140,22 +132,31 @@ class Witness:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         counted = float("actor/loss" in sums)  # one rank of each replica
         left = norm_slope(trained)
-        found = torch.stack([
-            *(self._of_loss * counted), torch.tensor(sums.get("actor/loss", (0.0, 0.0))[0], dtype=torch.float64),
-            *(self._of_gradient * counted), torch.tensor(left or 0.0, dtype=torch.float64),
-            torch.tensor(float(left is not None), dtype=torch.float64),
-        ])  # fmt: skip
+        of_job = sums.get("actor/loss", (0.0, 0.0))[0]
+        beside = torch.tensor([of_job, left or 0.0, float(left is not None)], dtype=torch.float64)
+        found = torch.cat([self._sums * counted, beside])
         dist.all_reduce(found)
-        loss, loss_size, of_job, slope, slope_size, of_norm, ranks = found.tolist()
+        loss, loss_size, slope, slope_size, apart, size, old, old_size, of_job, of_norm, ranks = found.tolist()
         metrics = {
             "check/advantages": float(largest[0] / largest[1].clamp(min=1.0)),
-            "check/loss": abs(of_job - loss) / max(loss_size, TINY),
+            "check/loss": max(abs(of_job - loss) / max(loss_size, TINY), apart / max(size, TINY)),
         }
+        if old_size:
+            metrics["check/old_logp"] = old / old_size
         if ranks and not self._config.entropy_coef:
             metrics["check/gradient"] = abs(of_norm - slope) / max(slope_size, TINY)
-        return metrics
+        self._largest = {name: max(value, self._largest.get(name, 0.0)) for name, value in metrics.items()} | {
+            name: value for name, value in self._largest.items() if name not in metrics
+        }
+        return self._largest
 
 
+SUMS = ("loss", "its size", "slope", "its size", "token gradients", "their size", "old log-probs", "their size")
+"""Sums of an update: right sides, or distances of the job from them, each with the sum of its terms' sizes."""
+TOKENS, OLD = 4, 6
+"""Places in ``SUMS``."""
+FLOOR = 1e-5
+"""Nats a token by which log-probs differ from the old ones by rounding."""
 TINY = 1e-12
 """A step whose terms are smaller has no gradient."""
 
@@ -198,3 +199,43 @@ def _slope(optimizer: Any, parameter: torch.nn.Parameter, centre: float) -> floa
     start = first_element(optimizer, parameter)
     values = parameter.detach().view(-1)[start : start + share.numel()].double() + centre
     return float(values @ gradient.detach().view(-1).double())
+
+
+def plain_advantages(batch: StepBatch, config: AlgorithmConfig) -> torch.Tensor:
+    """Return float64 [M]: advantages of the held tokens in the loss, by plain formulas. Every rank calls it."""
+    sequences, rows = batch.sequences, batch.rows
+    held = counts(sequences.mask, sequences.lengths)
+    row = torch.repeat_interleave(torch.arange(len(held)), held)
+    rewards, mask = [one.reward.score for one in rows], sequences.mask
+    if config.name in plain.BY_GROUP:
+        names = [(one.group_id, one.index) for one in rows]
+        of_rows = plain.advantages_of_responses(config, rewards, [one.group_id for one in rows], names)
+    else:
+        greedy = [one.greedy.reward.score if one.greedy and config.name == "remax" else 0.0 for one in rows]
+        of_rows = torch.tensor(rewards, dtype=torch.float64) - torch.tensor(greedy, dtype=torch.float64)
+    return plain.token_advantages(
+        config,
+        row,
+        sequences.held(of_rows),
+        together=sequences.together,
+        kl=_penalty(sequences, config),
+        values=None if sequences.values is None else sequences.values[mask].double(),
+        bootstrap=_bootstrap(batch, config),
+    )
+
+
+def _penalty(sequences: Sequences, config: AlgorithmConfig) -> torch.Tensor | None:
+    kl = config.kl
+    if kl.place != "reward" or not kl.coef or sequences.old_logp is None or sequences.ref_logp is None:
+        return None
+    d = (sequences.ref_logp.double() - sequences.old_logp.double())[sequences.mask]
+    of = {"k1": -d, "k2": 0.5 * d * d, "k3": (torch.exp(d.clamp(max=10.0)) - 1.0 - d).clamp(max=10.0)}
+    return kl.coef * of[kl.estimator]
+
+
+def _bootstrap(batch: StepBatch, config: AlgorithmConfig) -> torch.Tensor | None:
+    sequences = batch.sequences
+    if not isinstance(config, PPOConfig) or not config.bootstrap_truncated or sequences.values is None:
+        return None
+    truncated = sequences.held(torch.tensor([reason == "length" for reason in batch.finish_reasons]))
+    return torch.where(truncated, sequences.values[sequences.cu_seqlens[1:] - 1].double(), 0.0)

@@ -1,0 +1,101 @@
+"""Comparison of a few sequences of each step with the store's turns, before models are updated."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from megarl.buffer.store import Store, is_outline, with_arrays
+from megarl.config import Config
+from megarl.core.schema import Trajectory, name_of
+from megarl.tasks import ChatTokenizer
+from megarl.train.batch.batch import StepBatch
+from megarl.train.batch.recorded import Templates, difference, lines_of
+from megarl.train.part import Metrics, Part, StepData
+from megarl.train.ranks import Reporter, RunContext, TrainState
+
+CAUSES = {
+    "tokens": "what makes sequences of turns, and what reads them from the store",
+    "mask": "what puts turns of the model, and no others, into the loss",
+    "log-probs": "what puts log-probs at the positions of their tokens",
+    "template": "the chat template, its options, and what renders, cuts or encodes messages",
+    "text": "stop strings, and what decodes a response before it is judged",
+}
+"""Alarm -> what to look at."""
+
+
+class RecordedTurns(Part):
+    """Compares ``alarms.trajectories`` sequences of each step with recorded turns, on rank 0."""
+
+    def __init__(self, config: Config, context: RunContext, store: Store, reporter: Reporter) -> None:
+        self._config, self._store, self._reporter = config, store, reporter
+        self._number = config.alarms.trajectories if context.rank == 0 else 0
+        self._templates: Templates | None = None
+        self._outlines: dict[tuple[str, int], Trajectory] = {}
+        self._found: dict[str, int] = {}
+        """Alarm -> sequences of the step that have it."""
+
+    def before_batch(self, state: TrainState, data: StepData) -> None:
+        if self._number:
+            self._outlines = {(each.group_id, each.index): each for each in data.trajectories}
+
+    def before_update(self, state: TrainState, batch: StepBatch) -> None:
+        outlines, self._outlines = self._outlines, {}
+        chosen = self._chosen(state, batch)
+        if not chosen:
+            return
+        if self._templates is None:
+            self._templates = Templates(ChatTokenizer.of(self._config), self._config.rollout.workflow)
+        keys = {(batch.rows[number].group_id, batch.rows[number].index) for _, number, _ in chosen}
+        whole = self._whole([outlines[key] for key in sorted(keys)])
+        tasks = self._store.selection.tasks_named({each.task_id for each in whole.values()})
+        self._found, lines = {}, dict[str, str]()
+        sequences, starts = batch.sequences, batch.sequences.cu_seqlens.tolist()
+        for place, number, ordinal in chosen:
+            row, part = batch.rows[number], slice(starts[place], starts[place + 1])
+            trajectory = whole[row.group_id, row.index]
+            logp = None if sequences.engine_logp is None else sequences.engine_logp[part].numpy()
+            found = None
+            if (task := tasks.get(trajectory.task_id)) is not None and not ordinal:
+                found = self._templates.difference(trajectory, task)
+            if not (self._config.algorithm.overlong_filtering and row.truncated):
+                line = list(lines_of(trajectory.turns))[ordinal]
+                found = difference(line, sequences.tokens[part].numpy(), sequences.mask[part].numpy(), logp) or found
+            if found is not None:
+                name, text = found
+                self._found[name] = self._found.get(name, 0) + 1
+                lines.setdefault(name, f"{name_of(row)}: {text}")
+        for name, text in lines.items():
+            self._reporter.log(
+                f"alarm {name}: step {state.step + 1}: {self._found[name]} of {len(chosen)} compared sequences, the "
+                f"first {text}; look at {CAUSES[name]}"
+            )
+
+    def _chosen(self, state: TrainState, batch: StepBatch) -> list[tuple[int, int, int]]:
+        """Return (place among the held sequences, number in the step, number in its trajectory) of those to compare."""
+        share, rows = batch.sequences.share, batch.rows
+        numbers = range(len(batch.sequences)) if share is None else share.numbers.tolist()
+        counts, ordinals = Counter[tuple[str, int]](), list[int]()
+        for row in rows:
+            ordinals.append(counts[row.group_id, row.index])
+            counts[row.group_id, row.index] += 1
+        sampled = [(place, number) for place, number in enumerate(numbers) if number < len(rows)]
+        if not sampled or not self._number:
+            return []
+        stride = max(1, len(sampled) // self._number)
+        few = sampled[state.step % stride :: stride][: self._number]
+        return [(place, number, ordinals[number]) for place, number in few]
+
+    def _whole(self, outlines: Sequence[Trajectory]) -> dict[tuple[str, int], Trajectory]:
+        wanted: dict[str, list[int]] = {}
+        for each in outlines:
+            if is_outline(each):
+                wanted.setdefault(each.group_id, []).append(each.index)
+        arrays = self._store.groups.arrays(wanted) if wanted else {}
+        return {
+            (e.group_id, e.index): with_arrays(e, arrays[e.group_id, e.index]) if is_outline(e) else e for e in outlines
+        }
+
+    def after_step(self, state: TrainState, metrics: Metrics) -> None:
+        metrics |= {f"alarm/{name}": float(number) for name, number in self._found.items()}
+        self._found = {}
