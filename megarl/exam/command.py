@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             sys.stdout.write(f"{area}/{fault.name} [{fault.alarm}] {fault.report}: {fault.breaks}\n")
         return 0
     from megarl.core.durable import write_text
-    from megarl.exam.page import page, summary
+    from megarl.exam.exam_page import page, summary
     from megarl.exam.runner import Exam, Runner
 
     runner = Runner(arguments.folder)

@@ -41,7 +41,7 @@ APART = {
 """(layer or package, one that it never imports, though that stands above it)"""
 MAX_FILES = 15
 """Most files of a folder, its ``__init__`` aside."""
-ROWS = {"weights/architectures", "learn/algorithms", "buffer/store"}
+ROWS = {"weights/architectures", "learn/algorithms", "buffer/store", "train/parts"}
 """Folders whose files are rows of one table."""
 PRONOUNS = {"own", "others", "kept", "joined", "sent"}
 """No file is named so: of what, the name does not say."""

@@ -11,10 +11,10 @@ import pytest
 
 from megarl.core.errors import DataError, JobError
 from megarl.core.schema import JUDGED, Reward, Task, Trajectory, Turn, digest_of, text_digest
-from megarl.explore.recording.turns import RecordedEnd, RecordedTurns
+from megarl.explore.recording.turns import RecordedEnd, ComparedTurns
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import messages_of, render_turns, turn_ids
-from megarl.train.batch.recorded import Line, Templates, difference, lines_of
+from megarl.train.batch.recorded_lines import RecordedLine, Templates, difference, lines_of
 from tests.chat_battery import TEMPLATES, checkpoint
 from tests.trajectories import one_turn
 
@@ -26,7 +26,7 @@ def dialogue() -> tuple[Turn, ...]:
     return (*first, seen, last)
 
 
-def as_batch(line: Line) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def as_batch(line: RecordedLine) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tokens, mask and log-probs as a batch has them: of the token after each position."""
     return line.tokens, np.append(line.mask[1:], False), np.append(line.logp[1:], 0.0)
 
@@ -67,7 +67,7 @@ def test_a_difference_is_named(name: str) -> None:
 
 
 def test_a_response_must_be_the_one_that_the_engine_has_computed() -> None:
-    turns = RecordedTurns(RecordedEnd(), 20, 100)
+    turns = ComparedTurns(RecordedEnd(), 20, 100)
     prompt, response = one_turn([1, 2], [3, 4])
     turns.begin(prompt.token_ids, (), False)
     context = turns.begin_response(-1)

@@ -249,6 +249,8 @@ class RecordedTurns:
         """Id of a turn parsed for tool calls -> their number."""
         self.unread = 0
         """Number of responses in flight."""
+        self.judged: dict[int, str] = {}
+        """Index of a turn -> ``text_digest`` of the text that a verifier has judged."""
 
     @property
     def turns(self) -> Sequence[Turn]:

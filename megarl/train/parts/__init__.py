@@ -20,7 +20,7 @@ from megarl.train.parts.demonstrations import Demonstrations, draws_experts
 from megarl.train.parts.fixed_reference import FixedReference
 from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.quiet import Quiet
-from megarl.train.parts.recorded import RecordedTurns
+from megarl.train.parts.compared_turns import ComparedTurns
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
 from megarl.train.parts.scores import RewardModelScores
@@ -40,7 +40,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: bool(c.teachers), Teachers),
     (draws_experts, Demonstrations),
     (teaches_a_part, TaughtTokens),
-    (lambda c: c.alarms.trajectories > 0, RecordedTurns),
+    (lambda c: c.alarms.trajectories > 0, ComparedTurns),
     (lambda c: c.trainer.keep_batches, KeptBatches),
     (lambda c: c.evaluation.average is not None, AveragedActor),
     (lambda c: not c.rollout.is_colocated and c.sync.max_staleness > 0, DrainAhead),

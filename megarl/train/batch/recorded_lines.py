@@ -27,7 +27,7 @@ ROLES = ("user", "tool")
 """Roles of messages between responses."""
 
 
-class Line(NamedTuple):
+class RecordedLine(NamedTuple):
     """A sequence as the recorded turns give it."""
 
     tokens: np.ndarray
@@ -38,7 +38,7 @@ class Line(NamedTuple):
     """float32 [T]: the engine's log-probs; 0 outside the loss."""
 
 
-def lines_of(turns: Sequence[Turn]) -> Iterator[Line]:
+def lines_of(turns: Sequence[Turn]) -> Iterator[RecordedLine]:
     """Yield the sequences of a trajectory: each ends at a turn of the model that nothing follows; the loss has each
     turn of the model once."""
     followed, trained = {turn.follows for turn in turns}, set[int]()
@@ -55,10 +55,12 @@ def lines_of(turns: Sequence[Turn]) -> Iterator[Line]:
         own = [turns[i] for i in line]
         logp = [t.logp if n and t.logp is not None else np.zeros(len(t)) for t, n in zip(own, new, strict=True)]
         mask = [np.full(len(turn), n) for turn, n in zip(own, new, strict=True)]
-        yield Line(np.concatenate([t.token_ids for t in own]), np.concatenate(mask), np.concatenate(logp))
+        yield RecordedLine(np.concatenate([t.token_ids for t in own]), np.concatenate(mask), np.concatenate(logp))
 
 
-def difference(line: Line, tokens: np.ndarray, mask: np.ndarray, logp: np.ndarray | None) -> tuple[str, str] | None:
+def difference(
+    line: RecordedLine, tokens: np.ndarray, mask: np.ndarray, logp: np.ndarray | None
+) -> tuple[str, str] | None:
     """Return (alarm, text) of the first difference of a batch's sequence from a recorded line; None if they are equal.
 
     Args:
