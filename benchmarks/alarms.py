@@ -92,9 +92,8 @@ def main() -> None:
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "perf/alarms_cpu_s" in line][1:]
     alarms, whole = (statistics.median(line[f"perf/{name}_cpu_s"] for line in steps) for name in ("alarms", "step"))
-    print(
-        f"{'30M' if large else 'quickstart'}: {1e3 * alarms:.1f} ms of {1e3 * whole:.0f} CPU-ms a step: {alarms / whole:.2%}"
-    )
+    name, share = "30M" if large else "quickstart", alarms / whole
+    print(f"{name}: {1e3 * alarms:.1f} ms of {1e3 * whole:.0f} CPU-ms a step: {share:.2%}")
 
 
 if __name__ == "__main__":
