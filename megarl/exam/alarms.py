@@ -30,6 +30,7 @@ ERRORS: dict[str, str] = {
     "held_out": r"asks a question of taskset\.eval",
     "checkpoint": r"THE RUN GOES BACK|is damaged|has SHA-256 .*, written was|written were",
     "same-answers": r"chosen and rejected are the same tokens",
+    "eval-weights": r"keeps its weights for evaluation",
     "moments": r"the optimizer does not have what .* gave it",
 }
 """Name -> words of an error or refusal that names the fault."""

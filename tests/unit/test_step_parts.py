@@ -46,6 +46,8 @@ ORDER = (
     "TruncationLine",
     "AccountLine",
     "PredictedSeconds",
+    "SamplingChecks",
+    "Alarms",  # reads the metrics of all others
 )
 
 

@@ -21,6 +21,7 @@ from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
+from megarl.train.parts.sampling import SamplingChecks
 from megarl.train.parts.scores import RewardModelScores
 from megarl.train.parts.speculative import DraftAcceptance
 from megarl.train.parts.taught_tokens import TaughtTokens, teaches_a_part
@@ -43,6 +44,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: True, TruncationLine),
     (lambda c: True, AccountLine),
     (lambda c: True, PredictedSeconds),
+    (lambda c: True, SamplingChecks),
     (lambda c: True, Alarms),
 )
 
