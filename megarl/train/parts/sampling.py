@@ -1,10 +1,10 @@
 """Metrics of how a step's responses were sampled, for alarms: ends, equal responses, and likeliest tokens.
 
 Sampling is a game of known odds. With the samples of a group in order, the next one equals one of those before it with
-the probability P that these have, by the engine's own log-probs. Likewise a token is the likeliest one with the
-trainer's probability P. Let e be 1 if it happens, else 0. The sum S of e − P over a step has mean 0 and variance
-V = Σ P(1 − P), whatever the model is, and by Freedman's inequality exceeds s with a probability below
-exp(−s² / (2(V + s/3))). The negative exponent is the evidence, in nats.
+the probability p that these have, by the engine's own log-probs. Likewise a token is among the likeliest ones with the
+trainer's probability p. Let e be 1 if it happens, else 0. The sum of e - p over a step has mean 0 and variance
+v = sum(p (1 - p)), whatever the model is. By Freedman's inequality it exceeds s with a probability below
+exp(-s^2 / (2 (v + s/3))). The negative exponent is the evidence, in nats.
 """
 
 from __future__ import annotations
@@ -31,6 +31,11 @@ from megarl.train.ranks import TrainState
 EVERY = 10
 """Steps from one forward pass over ``TOKENS`` tokens to the next, so that it costs little in small jobs too."""
 TOKENS = 2048
+LIKELIEST = 16
+"""Tokens of a place that are compared with the sampled one."""
+SHARES = (0.5, 0.8, 0.9, 0.95)
+"""Probabilities of the smallest sets of likeliest tokens that count as one event: top-p of about this size makes it
+certain."""
 
 
 class SamplingChecks(Part):
@@ -70,13 +75,34 @@ class SamplingChecks(Part):
         if sequences is None or batch.sequences.images is not None:
             return {}
         self._memory.enter(Phase.UPDATE)  # the next phase, which has the actor
-        model, top = self._models.actor.model, torch.zeros(len(sequences.tokens), 2)
-        columns = LikeliestTokens(1, self._models.head.vocab_size)
+        model, size = self._models.actor.model, self._models.head.vocab_size
+        k = min(LIKELIEST, size)
+        top = torch.zeros(len(sequences.tokens), 2 * k)
+        columns = LikeliestTokens(k, size)
         model.outputs(sequences, [model.micro_batches(sequences)], columns=columns, more=top)
         sequences.add_up(top)
         known = sequences.mask
-        happened = top[:, 0].long() == sequences.tokens.roll(-1).long()
-        return {"check/likeliest": evidence(zip(happened[known].tolist(), top[known, 1].exp().tolist(), strict=True))}
+        ids, probabilities = top[known, :k].long(), top[known, k:].double().exp()
+        return {"check/likeliest": likeliest(sequences.tokens.roll(-1)[known].long(), ids, probabilities)}
+
+
+def likeliest(sampled: torch.Tensor, ids: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Return the evidence that tokens are among the likeliest more often than their probabilities allow, for the best
+    of the ``SHARES``.
+
+    Args:
+        sampled: int64 [n].
+        ids: int64 [n, k], likeliest first.
+        probabilities: float64 [n, k].
+    """
+    together = probabilities.cumsum(1)
+    place = torch.where((ids == sampled[:, None]).any(1), (ids == sampled[:, None]).int().argmax(1), ids.shape[1])
+    found = []
+    for share in SHARES:
+        last = (together < share).sum(1).clamp(max=ids.shape[1] - 1)  # chosen by the probabilities alone
+        odds = together.gather(1, last[:, None])[:, 0]
+        found.append(evidence(zip((place <= last).tolist(), odds.tolist(), strict=True)))
+    return max(found)
 
 
 def evidence(drawn: Iterable[tuple[bool, float]]) -> float:
