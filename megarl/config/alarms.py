@@ -38,6 +38,14 @@ class AlarmsConfig:
     """Effective sample size of importance weights, as a share of the tokens, below which few tokens decide a step."""
     reward: Positive | None = 6.0
     """Standard errors by which the mean reward jumps from one step to the next; a step's rewards give the error."""
+    greedy: Positive | None = 0.01
+    """Nats by which tokens of greedy held-out answers are less likely than the trainer's likeliest ones, on average.
+    Rounding gives below 1e-6 in float32 and 1e-3 in bfloat16; sampling gives 0.1 and more."""
+    ends: UnitInterval | None = 0.1
+    """Share of responses that stop without an end token, or go on after one. Agents may stop at texts of their own."""
+    chance: Positive | None = 14.0
+    """Evidence, in nats, that samples of a group do not depend on chance alone: a healthy step exceeds it with a
+    probability below exp(-14), one in a million."""
     window: Count = 10
     """Steps whose median is usual."""
     least_steps: Count = 3

@@ -135,7 +135,13 @@ class EngineRow:
         return next((w.version for w in self.weights if w.what == what and serves and w.start == self.start), None)
 
     def with_weights(self, what: str, version: WeightsVersion | None) -> EngineRow:
-        """Return the row after its current start proved ``version``; None: after it lost all weights."""
+        """Return the row after its current start proved ``version``; None: after it lost all weights. Raises
+        Forbidden."""
+        if self.holds_for and version not in (None, self.proven(what)):
+            raise Forbidden(
+                f"engine {self.number} keeps its weights for evaluation {self.holds_for}, and has got version "
+                f"{version}: the evaluation would mix two versions"
+            )
         others = (w for w in self.weights if w.what != what and w.start == self.start)
         weights = () if version is None else (*others, ProvenWeights(what, version, self.start))
         return change(self, "delivered", weights=tuple(sorted(weights)))

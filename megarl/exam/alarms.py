@@ -21,7 +21,8 @@ ERRORS: dict[str, str] = {
     "far": r"after \d+ tokens the log-prob of token",
     "eight-bits": r"other numbers in 8 bits than those made from what arrived",
     "memory": r"came back from|has other elements than it had when it left",
-    "base": r"the model under the adapters has changed|does not have the rest of the weights",
+    "untrained": r"the optimizer does not train",
+    "base": r"the model under the adapters (has changed|is trained)|does not have the rest of the weights",
     "gap": r"tokens that it sampled with this step's weights are",
     "mask": r"sampled, but .* trained and",
     "advantages": r"its estimate fails or gives other numbers where a rank holds",
@@ -30,11 +31,11 @@ ERRORS: dict[str, str] = {
     "checkpoint": r"THE RUN GOES BACK|is damaged|has SHA-256 .*, written was|written were",
     "same-answers": r"chosen and rejected are the same tokens",
     "tokens": r"has computed other tokens than the \d+ recorded ones",
+    "eval-weights": r"keeps its weights for evaluation",
     "moments": r"the optimizer does not have what .* gave it",
 }
 """Name -> words of an error or refusal that names the fault."""
 STEPS: dict[str, str] = {
-    "untrained": "An update changed none of the tensors that are trained: compare what is frozen with model.lora.",
     "stale-keys": "Tokens sampled after a sync in the middle of a response are far from the trainer's log-probs: the "
     "engine goes on with keys and values of old weights; look at sync.pause and the reset of running requests.",
     "surprise": "Sampled tokens are likelier, or less likely, than the reported log-probs allow: something else than "

@@ -163,9 +163,10 @@ class Runner:
             if status != 0:
                 break
         lines = log.read_text(errors="replace").splitlines()
-        found = [one for one in records(run_dir / "metrics.jsonl") if "timing_s/step" in one]
+        every = list(records(run_dir / "metrics.jsonl"))  # evaluations have records of their own
+        found = [one for one in every if "timing_s/step" in one]
         alarms = [
-            (int(one["step"]), key.removeprefix("alarm/")) for one in found for key in one if key.startswith("alarm/")
+            (int(one["step"]), key.removeprefix("alarm/")) for one in every for key in one if key.startswith("alarm/")
         ]
         outcome = ExamResult(status, len(found), alarms, named("\n".join(lines)), lines[-LAST_LINES:])
         shutil.rmtree(run_dir, ignore_errors=True)

@@ -18,6 +18,7 @@ from megarl.train.loop.rank import TrainerRank
 from megarl.train.part import Services
 from megarl.train.ranks import Ranks, Reporter, RunContext, Stopped
 from megarl.train.rollout.evaluation import Evaluates, Evaluation, EvaluationMeanwhile
+from megarl.train.rollout.evaluation_check import EvaluationCheck
 from megarl.train.rollout.group_part import Awaited
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.train.rollout.rollouts import Rollouts
@@ -216,14 +217,11 @@ def services_of(rank: TrainerRank) -> Services:
     )
     repairs = (WrittenCheckpoints(rank.checkpoints), ReplacedEngines(weights, rank.ranks))
     wait = RolloutWaiter(*place, repairs).wait
-    reader = RolloutReader(
-        NodeReader(rank.timeout_s + config.store.outage_s),
-        rank.store,
-        lambda: rank.ranks.stopping,
-        whole=bool(config.buffer.operators),
-    )
+    node = NodeReader(rank.timeout_s + config.store.outage_s)
+    reader = RolloutReader(node, rank.store, lambda: rank.ranks.stopping, whole=bool(config.buffer.operators))
     rank.learner.with_arrays = reader.with_arrays
-    in_front = Evaluation(rank.context, rank.store, rank.reporter, wait)
+    check = EvaluationCheck(config, rank.store, rank.models, rank.memory, node)
+    in_front = Evaluation(rank.context, rank.store, rank.reporter, wait, check)
     evaluation: Evaluates = in_front
     if config.trainer.eval_engines:
         evaluation = EvaluationMeanwhile(*place, in_front, wait)

@@ -11,7 +11,7 @@ import pytest
 
 from megarl.core.errors import DataError, JobError
 from megarl.core.schema import JUDGED, Reward, Task, Trajectory, Turn, digest_of, text_digest
-from megarl.explore.recording.turns import RecordedEnd, ComparedTurns
+from megarl.explore.recording.turns import ComparedTurns, RecordedEnd
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import messages_of, render_turns, turn_ids
 from megarl.train.batch.recorded_lines import RecordedLine, Templates, difference, lines_of

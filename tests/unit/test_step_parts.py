@@ -48,7 +48,8 @@ ORDER = (
     "TruncationLine",
     "AccountLine",
     "PredictedSeconds",
-    "Alarms",  # after all that adds metrics
+    "SamplingChecks",
+    "Alarms",  # reads the metrics of all others
 )
 
 

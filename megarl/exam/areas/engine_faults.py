@@ -451,6 +451,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="equal-samples",
         job="tiny",
         install=_seed_halves_alike,
+        settings=("model.path={folder}/long",),
     ),
     Fault(
         "end-token-dropped",

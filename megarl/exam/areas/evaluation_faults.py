@@ -192,6 +192,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="eval-count",
         job="evaluated",
         install=_leave_failures_out,
+        settings=("rollout.max_response_tokens=2",),
         within=2,
     ),
     Fault(

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.schema import OptimizerConfig
-from megarl.core.errors import WeightsDiffer
+from megarl.core.errors import WeightsDiffer, first_of
 from megarl.learn.models.gpt import named_tensors, unwrap
 from megarl.learn.parallel.cpu import FusedLayoutAdamW
 from megarl.ops import digest_values, slice_digests
@@ -163,9 +163,11 @@ def check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int
     """Compare tensors with ``digests_written``, by local name; with adapters, only trained tensors.
 
     Raises:
-        WeightsDiffer: names one differing tensor, and the number of others.
+        WeightsDiffer: names one differing tensor, and the number of others; or tensors that one side lacks.
     """
     given = whole_digests(tensors.model.trained if isinstance(tensors, Adapted) else tensors)
+    if isinstance(tensors, Adapted):
+        _check_trained(given, written)
     wrong = [name for name in sorted(given.keys() | written.keys()) if given.get(name) != written.get(name)]
     if wrong:
         values = ("nothing" if (v := side.get(wrong[0])) is None else format(v, "016x") for side in (written, given))
@@ -173,4 +175,18 @@ def check_written(tensors: Mapping[str, torch.Tensor], written: Mapping[str, int
             "weights to be sent are not what the optimizer last wrote: {} has digest {} by the optimizer, {} in the "
             "tensor given{}; the tensors are an old copy, or parameters were not updated from the optimizer's "
             "masters".format(wrong[0], *values, f" (and {len(wrong) - 1} more tensors)" if len(wrong) > 1 else "")
+        )
+
+
+def _check_trained(trained: Mapping[str, int], written: Mapping[str, int]) -> None:
+    """Compare the tensors that ``model.lora`` trains with those of the optimizer. Raises WeightsDiffer."""
+    if more := sorted(written.keys() - trained.keys()):
+        raise WeightsDiffer(
+            f"the model under the adapters is trained too: {first_of(more, 4)}; model.lora trains A's, B's and "
+            "model.lora.modules_to_save alone, so something has taken these out of the frozen ones"
+        )
+    if less := sorted(trained.keys() - written.keys()):
+        raise WeightsDiffer(
+            f"the optimizer does not train {first_of(less, 4)}, which model.lora trains; something has frozen them"
+            " before the optimizer was made"
         )

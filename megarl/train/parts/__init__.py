@@ -16,13 +16,14 @@ from megarl.train.parts.average import AveragedActor
 from megarl.train.parts.batches import KeptBatches
 from megarl.train.parts.cold import ColdCheck
 from megarl.train.parts.colocation import Colocation
+from megarl.train.parts.compared_turns import ComparedTurns
 from megarl.train.parts.demonstrations import Demonstrations, draws_experts
 from megarl.train.parts.fixed_reference import FixedReference
 from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.quiet import Quiet
-from megarl.train.parts.compared_turns import ComparedTurns
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
+from megarl.train.parts.sampling import SamplingChecks
 from megarl.train.parts.scores import RewardModelScores
 from megarl.train.parts.speculative import DraftAcceptance
 from megarl.train.parts.taught_tokens import TaughtTokens, teaches_a_part
@@ -47,6 +48,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: True, TruncationLine),
     (lambda c: True, AccountLine),
     (lambda c: True, PredictedSeconds),
+    (lambda c: True, SamplingChecks),
     (lambda c: True, Alarms),
 )
 

@@ -164,6 +164,25 @@ RULES: tuple[Rule, ...] = (
         _above("check/optimizer", lambda c: c.alarms.optimizer, "alarms.optimizer"),
     ),
     Rule("optimizer-steps", "skipped or repeated steps of the optimizer, and what a resume has read", _counted),
+        "no-end",
+        "what removes the end token from stopped responses, and stop texts that an agent asks for",
+        _above("check/no_end", lambda c: c.alarms.ends, "alarms.ends"),
+    ),
+    Rule(
+        "past-end",
+        "the end tokens of generation_config.json, and whether the engine stops at them",
+        _above("check/past_end", lambda c: c.alarms.ends, "alarms.ends"),
+    ),
+    Rule(
+        "equal-samples",
+        "the seeds of a group's samples, and settings of sampling beside rollout.temperature",
+        _above("check/equal_samples", lambda c: c.alarms.chance, "alarms.chance"),
+    ),
+    Rule(
+        "surprise",
+        "settings of sampling beside rollout.temperature, such as top-p and top-k of generation_config.json",
+        _above("check/likeliest", lambda c: c.alarms.chance, "alarms.chance"),
+    ),
     Rule("entropy", "the learning rate, algorithm.entropy_coef, and whether one answer gets all rewards", _entropy),
     Rule("length", "stop tokens, the chat template, and whether length itself is rewarded", _length),
     Rule(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from megarl.buffer.order.draws import evaluation_sampling
 from megarl.buffer.store import Store
@@ -15,6 +15,7 @@ from megarl.config.schema import EvaluationConfig
 from megarl.core.schema import WeightsVersion
 from megarl.engines.fleet import EngineRow, Fleet, Key
 from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
+from megarl.train.rollout.evaluation_check import EvaluationCheck
 from megarl.train.rollout.group_part import Awaited, whole
 from megarl.train.rollout.rollouts import Wait
 
@@ -46,7 +47,10 @@ class Evaluation:
 
     is_open = False
 
-    def __init__(self, context: RunContext, store: Store, reporter: Reporter, wait: Wait) -> None:
+    def __init__(
+        self, context: RunContext, store: Store, reporter: Reporter, wait: Wait, check: EvaluationCheck | None = None
+    ) -> None:
+        self._check = check
         self._context = context
         self._store = store
         self._reporter = reporter
@@ -71,7 +75,8 @@ class Evaluation:
         with self._reporter.timeline.phase("evaluation", step=state.step):
             self.ask(state.step, version, rollout_id)
             self._wait(partial(whole, self._store, rollout_id), "held-out tasks", weights_step=state.step)
-        self.record(state.step, rollout_id)
+            gap = None if self._check is None else self._check.greedy_gap(rollout_id)
+        self.record(state.step, rollout_id, gap)
 
     def ask(self, step: int, version: WeightsVersion, rollout_id: str) -> None:
         """Request responses of weights with ``step`` steps; on rank 0."""
@@ -81,13 +86,20 @@ class Evaluation:
         sampling, samples = evaluation_sampling(config, step), config.evaluation.samples
         self._store.rollouts.request(rollout_id, "eval", step, version, self._tasks, samples, sampling)
 
-    def record(self, step: int, rollout_id: str, **more: float) -> None:
-        """Report an evaluation that has ended, on rank 0; ``more``: metrics under ``val/``."""
+    def record(self, step: int, rollout_id: str, gap: float | None = None, **more: float) -> None:
+        """Report an evaluation that has ended, and its alarms, on rank 0.
+
+        Args:
+            gap: ``EvaluationCheck.greedy_gap``; None if unknown.
+            more: Metrics under ``val/``.
+        """
         if self._context.rank:
             return
         event = self._store.evaluations.read(rollout_id)
         metrics, errors = event["metrics"], event["errors"]
-        self._reporter.write(step, metrics | {f"val/{name}": value for name, value in more.items()})
+        alarms = self._alarms(step, rollout_id, event, gap)
+        checked = {} if gap is None else {"check/greedy": gap}
+        self._reporter.write(step, metrics | checked | alarms | {f"val/{name}": value for name, value in more.items()})
         text = evaluation_text(metrics, event["right"], event["tasks"], self._context.config.evaluation)
         score = f", mean score {event['score']:.3f}" if event["graded"] and event["score"] is not None else ""
         without = f"; {errors} without a verdict" if errors else ""
@@ -95,6 +107,19 @@ class Evaluation:
         if by_source := event.get("sources"):  # old events have no sources
             shown = ", ".join(f"{source} {share:.1%} (of {tasks})" for source, (share, tasks) in by_source.items())
             self._reporter.log(f"  by source: {shown}")
+
+    def _alarms(self, step: int, rollout_id: str, event: Mapping[str, Any], gap: float | None) -> dict[str, float]:
+        if self._check is None:
+            return {}
+        found, most = self._check.alarms(rollout_id, step, event), self._context.config.alarms.greedy
+        if gap is not None and most is not None and gap > most:
+            found["eval-sampling"] = (
+                f"tokens of greedy answers are {gap:.3g} nats less likely than the likeliest, above "
+                f"alarms.greedy={most:g}; look at the sampling settings that reach the engine"
+            )
+        for name, text in found.items():
+            self._reporter.log(f"alarm {name}: evaluation of step {step}: {text}")
+        return {f"alarm/{name}": 1.0 for name in found}
 
 
 def evaluation_text(metrics: Mapping[str, float], right: int, tasks: int, config: EvaluationConfig) -> str:

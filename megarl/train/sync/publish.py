@@ -27,6 +27,7 @@ from megarl.weights.reshard.adapters import Adapted, MergedTensors
 from megarl.weights.reshard.buckets import bytes_of
 from megarl.weights.reshard.execute import Digests, SliceDigests, send
 from megarl.weights.reshard.plan import ReshardPlan
+from megarl.weights.reshard.sent_proof import check_sent
 
 AWAIT_S = 0.2
 """Minimum seconds between two checks for engines of other programs."""
@@ -392,6 +393,7 @@ class WeightPublisher:
         assert connection.transport is not None and connection.sender is not None
         bucket, transport = connection.bucket_bytes, part.transport(connection.transport)
         given: Mapping[str, torch.Tensor] = tensors
+        proven = set(known)
         try:
             check_written(tensors, written)
             if isinstance(tensors, Adapted):
@@ -403,6 +405,9 @@ class WeightPublisher:
                 given = ProvenTensors(tensors, self._count)
             digests = send(plan, connection.rank, given, transport, dtype=self._dtype, bucket_bytes=bucket, known=known)
             connection.sender.finish()
+            if given is tensors:
+                own = (plan, connection.rank, tensors, known)
+                check_sent(*own, dtype=self._dtype, bucket_bytes=bucket, proven=proven)
             check_written(tensors, written)  # an update must not have changed the memory during the send
             return digests
         except BaseException as error:
