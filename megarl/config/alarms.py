@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from megarl.config.bounds import Bound, Count, Positive, UnitInterval
+from megarl.config.bounds import Bound, Count, NonNegative, Positive, UnitInterval
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,11 @@ class AlarmsConfig:
     """Bound of ``check/loss``. Float32 rounding is near 1e-6."""
     gradient: Positive | None = None
     """Bound of ``check/gradient``; None takes 1e-3 in float32 and 0.05 in bfloat16, whose rounding is near 0.01."""
+    verdicts: NonNegative = 8
+    """Trained responses of each step whose verdicts are asked for again, in a process of its own; not those of programs
+    and judges. An answer takes the verifier's time once more: milliseconds, beside seconds of sampling."""
+    groups: bool = True
+    """Compare each step's groups with the store's rows: earlier use, number, lag, the order of tasks and seeds."""
     entropy: UnitInterval | None = 0.1
     """Share of the usual entropy below which it has collapsed."""
     length: Annotated[float, Bound(1, above=True)] | None = 3.0

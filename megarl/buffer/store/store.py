@@ -20,6 +20,7 @@ from megarl.buffer.store.claims import SegmentTable, images_of
 from megarl.buffer.store.codec import stored_task, task_from_row, task_to_row
 from megarl.buffer.store.engines import EngineTable, WorkerTable
 from megarl.buffer.store.experts import ExpertTable
+from megarl.buffer.store.facts import FactTable
 from megarl.buffer.store.groups import GroupTable
 from megarl.buffer.store.journal import Journal, PacingTable, ReplayTable
 from megarl.buffer.store.late import LateRewards
@@ -148,6 +149,7 @@ class Store:
         self.engines = EngineTable(database)
         self.workers = WorkerTable(database)
         self.journal = Journal(database)
+        self.facts = FactTable(database)
 
     def close(self) -> None:
         """Close this process's connections."""
