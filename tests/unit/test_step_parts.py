@@ -46,6 +46,10 @@ ORDER = (
     "TruncationLine",
     "AccountLine",
     "PredictedSeconds",
+    "Resumed",
+    "StoredGroups",
+    "Verdicts",
+    "Alarms",  # tests what the other parts have measured
 )
 
 
@@ -66,7 +70,15 @@ def test_parts_are_called_in_this_order() -> None:
 
 
 def test_a_job_without_further_settings_has_its_log_and_its_prediction_alone() -> None:
-    assert set(wanted(Config())) <= {"TruncationLine", "AccountLine", "PredictedSeconds"}
+    assert set(wanted(Config())) <= {
+        "TruncationLine",
+        "AccountLine",
+        "PredictedSeconds",
+        "Resumed",
+        "StoredGroups",
+        "Verdicts",
+        "Alarms",
+    }
 
 
 @pytest.mark.parametrize(

@@ -20,11 +20,11 @@ from megarl.buffer.store.claims import SegmentTable, images_of
 from megarl.buffer.store.codec import stored_task, task_from_row, task_to_row
 from megarl.buffer.store.engines import EngineTable, WorkerTable
 from megarl.buffer.store.experts import ExpertTable
-from megarl.buffer.store.facts import FactTable
 from megarl.buffer.store.groups import GroupTable
 from megarl.buffer.store.journal import Journal, PacingTable, ReplayTable
 from megarl.buffer.store.late import LateRewards
 from megarl.buffer.store.rollouts import EvaluationTable, RolloutTable
+from megarl.buffer.store.row_facts import FactTable
 from megarl.buffer.store.selection import SelectionTable
 from megarl.buffer.store.tables import GROUPS, TASK_IMAGES, TASKS
 from megarl.buffer.store.transactions import Transactions

@@ -17,7 +17,7 @@ from megarl.core.metrics import best_step
 from megarl.core.schema import WeightsVersion
 from megarl.learn.memory.phases import Phase
 from megarl.train.inference.models import Models
-from megarl.train.loop.facts import facts_of_ranks
+from megarl.train.inference.resumed_facts import facts_of_ranks
 from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
 from megarl.weights.checkpoint.training import state as saving
 from megarl.weights.checkpoint.training.disk_space import free_space, writing

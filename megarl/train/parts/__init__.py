@@ -17,7 +17,6 @@ from megarl.train.parts.batches import KeptBatches
 from megarl.train.parts.cold import ColdCheck
 from megarl.train.parts.colocation import Colocation
 from megarl.train.parts.demonstrations import Demonstrations, draws_experts
-from megarl.train.parts.ledger import Ledger
 from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
@@ -25,6 +24,7 @@ from megarl.train.parts.reports import AccountLine, TruncationLine
 from megarl.train.parts.resumed import Resumed
 from megarl.train.parts.scores import RewardModelScores
 from megarl.train.parts.speculative import DraftAcceptance
+from megarl.train.parts.stored_groups import StoredGroups
 from megarl.train.parts.taught_tokens import TaughtTokens, teaches_a_part
 from megarl.train.parts.teachers import Teachers
 from megarl.train.parts.verdicts import Verdicts
@@ -47,7 +47,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: True, AccountLine),
     (lambda c: True, PredictedSeconds),
     (lambda c: True, Resumed),
-    (lambda c: c.alarms.groups, Ledger),
+    (lambda c: c.alarms.groups, StoredGroups),
     (lambda c: c.alarms.verdicts > 0 and not c.reward.shuffle and not c.buffer.operators, Verdicts),
     (lambda c: True, Alarms),
 )

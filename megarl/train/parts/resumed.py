@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.config import Config
 from megarl.train.inference.models import Models
-from megarl.train.loop.facts import facts_of_ranks, lost
+from megarl.train.inference.resumed_facts import facts_of_ranks, lost
 from megarl.train.part import Metrics, Part
 from megarl.train.ranks import Reporter, TrainState
 from megarl.weights.checkpoint.training.state import manifest_of

@@ -17,7 +17,7 @@ from megarl.train.ranks import Reporter, RunContext, TrainState
 from megarl.train.rollout.group_part import rollout_id
 
 
-class Ledger(Part):
+class StoredGroups(Part):
     """Compares, on rank 0, what a step trains on with the rows of the store, read by queries of their own."""
 
     def __init__(self, config: Config, context: RunContext, store: Store, reporter: Reporter) -> None:
