@@ -34,7 +34,7 @@ def facts_of(models: Models) -> Facts:
         "moments": _sum(s[name] for s in states for name in ("exp_avg", "exp_avg_sq") if name in s),
         "steps": float(sum(int(group.get("step", 0)) for each in inner for group in each.param_groups)),
         **{name: _sum(p for chunk in model.chunks for p in chunk.parameters()) for name, model in others.items()},
-        "random": _random(),
+        "random": None if models.more else _random(),  # those models are made, with random numbers, after a resume
     }
 
 

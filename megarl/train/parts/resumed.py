@@ -39,9 +39,9 @@ class Resumed(Part):
         if made.get("parallel") == asdict(self._config.parallel):
             for then, now in zip(made.get("facts", []), facts_of_ranks(self._models), strict=False):
                 self._found |= lost(then, now)
+        for name, text in self._found.items():  # at once: the step may end with an error of the same cause
+            self._reporter.log(f"alarm {name}: step {state.step + 1}: after the resume {text}; look at what loads it")
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
-        for name, text in self._found.items():
-            metrics[f"alarm/{name}"] = 1.0
-            self._reporter.log(f"alarm {name}: step {state.step}: after the resume {text}; look at what loads it")
+        metrics |= {f"alarm/{name}": 1.0 for name in self._found}
         self._found.clear()

@@ -24,6 +24,8 @@ class StoredGroups(Part):
         self._config, self._store, self._reporter = config, store, reporter
         self._is_first, self._from_start = context.rank == 0, True
         self._found: dict[str, str] = {}
+        self._logged: list[str] = []
+        """Metrics of the alarms that the step has logged."""
         self._order: list[str] = []
         self._seeds: dict[int, str] = {}
         """Sampling seed -> the rollout that has it."""
@@ -35,6 +37,7 @@ class StoredGroups(Part):
         self._from_start, last = False, self._store.facts.last_step()
         if state.step > last:
             self._found["step-gap"] = f"the run goes on after step {state.step}, and the last recorded step is {last}"
+            self._log(state.step + 1)
 
     def before_batch(self, state: TrainState, data: StepData) -> None:
         if not self._is_first:
@@ -57,6 +60,7 @@ class StoredGroups(Part):
         self._found |= wrong_lags(lags, given, config.sync.max_staleness)
         self._compare_order(state, [row.task_id for row in rows if row.rollout_id == rollout_id(state.step)])
         self._compare_seeds()
+        self._log(state.step + 1)
 
     def _compare_order(self, state: TrainState, tasks: Sequence[str]) -> None:
         config = self._config
@@ -88,9 +92,14 @@ class StoredGroups(Part):
             self._seeds[seed] = rollout
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
+        metrics |= dict.fromkeys(self._logged, 1.0)
+        self._logged.clear()
+
+    def _log(self, step: int) -> None:
+        """Log what was found at once: the step may end with an error that the same cause brings about."""
         for name, text in self._found.items():
-            metrics[f"alarm/{name}"] = 1.0
-            self._reporter.log(f"alarm {name}: step {state.step}: {text}; look at {LOOK_AT[name]}")
+            self._logged.append(f"alarm/{name}")
+            self._reporter.log(f"alarm {name}: step {step}: {text}; look at {LOOK_AT[name]}")
         self._found.clear()
 
 
