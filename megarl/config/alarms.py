@@ -28,6 +28,11 @@ class AlarmsConfig:
     trajectories: NonNegative = 4
     """Sequences of each step whose tokens, loss mask, log-probs, prompt and judged text are compared with the store's
     turns and rows. Each takes about a millisecond."""
+    verdicts: NonNegative = 8
+    """Trained responses of each step whose verdicts are asked for again, in a process of its own; not those of programs
+    and judges. An answer takes the verifier's time once more: milliseconds, beside seconds of sampling."""
+    groups: bool = True
+    """Compare each step's groups with the store's rows: earlier use, number, lag, the order of tasks and seeds."""
     entropy: UnitInterval | None = 0.1
     """Share of the usual entropy below which it has collapsed."""
     length: Annotated[float, Bound(1, above=True)] | None = 3.0

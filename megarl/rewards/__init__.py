@@ -10,6 +10,7 @@ from megarl.rewards.routes import compute_score
 __all__ = ["RewardPool", "Verdict", "compute_score"]
 
 FACE = (
+    "again",
     "code",
     "judge.family",
     "judge.judge",

@@ -24,6 +24,7 @@ from megarl.buffer.store.groups import GroupTable
 from megarl.buffer.store.journal import Journal, PacingTable, ReplayTable
 from megarl.buffer.store.late import LateRewards
 from megarl.buffer.store.rollouts import EvaluationTable, RolloutTable
+from megarl.buffer.store.row_facts import FactTable
 from megarl.buffer.store.selection import SelectionTable
 from megarl.buffer.store.tables import GROUPS, TASK_IMAGES, TASKS
 from megarl.buffer.store.transactions import Transactions
@@ -148,6 +149,7 @@ class Store:
         self.engines = EngineTable(database)
         self.workers = WorkerTable(database)
         self.journal = Journal(database)
+        self.facts = FactTable(database)
 
     def close(self) -> None:
         """Close this process's connections."""

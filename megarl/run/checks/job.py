@@ -39,6 +39,7 @@ from megarl.run.checks.inputs import (
 )
 from megarl.run.checks.lora import check_adapters, check_tower_overlap
 from megarl.run.checks.memory import check_devices, has_budget, ledger_of
+from megarl.run.checks.odd_rows import log_odd_rows
 from megarl.run.checks.roles import check_budget, check_role_models, role_files
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.summary import summary
@@ -231,6 +232,8 @@ def _check_inputs(
             split: selected(config, split, found, tokenizer, dropped[split], processor, bad[split])
             for split, found in found_tasks.items()
         }
+    if tasks:
+        log_odd_rows(config, found_tasks["train"], tasks["train"].tasks, dropped["train"].total() + len(bad["train"]))
     for split in [split for split in rows if split not in tasks]:
         check = partial(_check_fit, config, split, bad[split], tokenizer, context, processor)
         rows[split] = usable(config, split, rows[split], check, bad[split])

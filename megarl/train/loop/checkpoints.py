@@ -17,6 +17,7 @@ from megarl.core.metrics import best_step
 from megarl.core.schema import WeightsVersion
 from megarl.learn.memory.phases import Phase
 from megarl.train.inference.models import Models
+from megarl.train.inference.resumed_facts import facts_of_ranks
 from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
 from megarl.weights.checkpoint.training import state as saving
 from megarl.weights.checkpoint.training.disk_space import free_space, writing
@@ -127,7 +128,7 @@ class Checkpointer:
                 enter(Phase.SAVE)
             folder = self._folder(warming_up=state.warming_up)
             self._base = self._base or models.base_digest()
-            manifest = saving.Manifest(asdict(state), self._context.attempt, self._made(state, version))
+            manifest = saving.Manifest(asdict(state), self._context.attempt, self._made(state, version, models))
             config = self._context.config.trainer
             background = interval and config.async_checkpoint
             try:
@@ -204,7 +205,7 @@ class Checkpointer:
             f"row); the newest is {self.newest() or 'none'}"
         )
 
-    def _made(self, state: TrainState, version: WeightsVersion | None) -> dict[str, Any]:
+    def _made(self, state: TrainState, version: WeightsVersion | None, models: Models) -> dict[str, Any]:
         """Return the origin of a checkpoint, for users and for the log of a resumed job."""
         attempt = self._context.attempt
         return {
@@ -212,6 +213,7 @@ class Checkpointer:
             "version": str(version or WeightsVersion(attempt, 0)),
             "parallel": asdict(self._context.config.parallel),
             "data": self._data_cursor(state),
+            "facts": facts_of_ranks(models),
             **({} if self._base is None else {"base": self._base}),
         }
 

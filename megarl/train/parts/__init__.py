@@ -23,11 +23,14 @@ from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
+from megarl.train.parts.resumed import Resumed
 from megarl.train.parts.sampling import SamplingChecks
 from megarl.train.parts.scores import RewardModelScores
 from megarl.train.parts.speculative import DraftAcceptance
+from megarl.train.parts.stored_groups import StoredGroups
 from megarl.train.parts.taught_tokens import TaughtTokens, teaches_a_part
 from megarl.train.parts.teachers import Teachers
+from megarl.train.parts.verdicts import Verdicts
 from megarl.train.rollout.group_part import made
 
 PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
@@ -49,6 +52,9 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: True, AccountLine),
     (lambda c: True, PredictedSeconds),
     (lambda c: True, SamplingChecks),
+    (lambda c: True, Resumed),
+    (lambda c: c.alarms.groups, StoredGroups),
+    (lambda c: c.alarms.verdicts > 0 and not c.reward.shuffle and not c.buffer.operators, Verdicts),
     (lambda c: True, Alarms),
 )
 

@@ -164,6 +164,7 @@ RULES: tuple[Rule, ...] = (
         _above("check/optimizer", lambda c: c.alarms.optimizer, "alarms.optimizer"),
     ),
     Rule("optimizer-steps", "skipped or repeated steps of the optimizer, and what a resume has read", _counted),
+    Rule(
         "no-end",
         "what removes the end token from stopped responses, and stop texts that an agent asks for",
         _above("check/no_end", lambda c: c.alarms.ends, "alarms.ends"),

@@ -1,0 +1,67 @@
+"""Facts of the store, read by queries of their own: checks compare with them what other queries gave to a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import NamedTuple
+
+from sqlalchemy import func, select
+
+from megarl.buffer.store.codec import task_from_row
+from megarl.buffer.store.tables import GROUPS, ROLLOUTS, STEPS, TASKS, VERSIONS
+from megarl.buffer.store.transactions import Transactions
+from megarl.core.schema import Task
+
+
+class GroupFacts(NamedTuple):
+    """A group's row."""
+
+    group_id: str
+    rollout_id: str
+    position: int
+    task_id: str
+    used_by: int | None
+    """Number of the step, from 1, that has used it; None before."""
+
+
+class FactTable:
+    """Queries of checks. Their time is that of a few rows, except ``steps_of_versions``."""
+
+    def __init__(self, database: Transactions) -> None:
+        self._database = database
+
+    def tasks(self, task_ids: Collection[str]) -> dict[str, Task]:
+        """Return tasks by id, without images."""
+        query = select(TASKS).where(TASKS.c.task_id.in_(list(task_ids)))
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        return {row.task_id: task_from_row(row) for row in rows}
+
+    def task_order(self) -> list[str]:
+        """Return the ids of the training tasks in the order of the file."""
+        query = select(TASKS.c.task_id, TASKS.c.position).where(TASKS.c.split == "train")
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        return [row.task_id for row in sorted(rows, key=lambda row: int(row.position))]
+
+    def groups(self, rollout_ids: Collection[str]) -> list[GroupFacts]:
+        """Return the groups of rollouts, in the order of their positions."""
+        columns = (GROUPS.c.group_id, GROUPS.c.rollout_id, GROUPS.c.position, GROUPS.c.task_id, GROUPS.c.used_by)
+        query = select(*columns).where(GROUPS.c.rollout_id.in_(list(rollout_ids)))
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        return sorted((GroupFacts(*row) for row in rows), key=lambda group: (group.rollout_id, group.position))
+
+    def steps_of_versions(self) -> dict[str, int]:
+        """Return version -> steps of training in these weights, for all published versions."""
+        query = select(VERSIONS.c.version, VERSIONS.c.step)
+        return {row.version: row.step for row in self._database.read(lambda c: c.execute(query).all())}
+
+    def seeds(self, after: int) -> list[tuple[int, str, int | None]]:
+        """Return (sequence, id, sampling seed) of the training rollouts with a larger sequence than ``after``."""
+        query = select(ROLLOUTS.c.sequence, ROLLOUTS.c.rollout_id, ROLLOUTS.c.sampling)
+        query = query.where(ROLLOUTS.c.kind == "train", ROLLOUTS.c.sequence > after).order_by(ROLLOUTS.c.sequence)
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        return [(row.sequence, row.rollout_id, json.loads(row.sampling).get("seed")) for row in rows]
+
+    def last_step(self) -> int:
+        """Return the number of the last step that was recorded; 0 before the first."""
+        return self._database.read(lambda connection: connection.scalar(select(func.max(STEPS.c.step)))) or 0
