@@ -43,7 +43,7 @@ def test_a_tenth_of_the_faults_is_named_and_healthy_jobs_are_silent(tmp_path: Pa
 
 def test_every_fault_has_a_report_an_alarm_and_a_job() -> None:
     from megarl.exam.alarms import ERRORS, STEPS
-    from megarl.train.parts.alarms import RULES
+    from megarl.train.alarm_rules import RULES
 
     rows = [fault for own in faults().values() for fault in own]
     assert len(rows) >= 120 and len({fault.name for fault in rows}) == len(rows)

@@ -15,7 +15,7 @@ from megarl.learn import plain
 from megarl.learn.algorithms.token_returns import critic_loss
 from megarl.learn.parallel.cpu import FusedLayoutAdamW
 from megarl.learn.training.optimizer import learning_rate
-from megarl.train.parts.alarms import RULES
+from megarl.train.alarm_rules import RULES
 from megarl.train.update.optimizer_witness import OptimizerWitness, scheduled_rate
 
 

@@ -1,4 +1,4 @@
-"""CPU-seconds of alarms and of the witness, as a share of a step's: ``python benchmarks/alarms.py [--large]``.
+"""CPU-seconds of alarms and of the witness, as a share of a step's: ``python benchmarks/alarms_cost.py [--large]``.
 
 The functions of alarms are wrapped in the process from which the job's processes are forked. Counted on rank 0, in
 thread CPU time, beside the CPU time of the whole process. ``--large``: a model of 30M parameters.
