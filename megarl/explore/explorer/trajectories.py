@@ -245,8 +245,9 @@ class TrajectoryRunner:
         message = {} if verdict.message is None else {"reward_message": verdict.message}
         number = model.record.num_tool_calls
         calls = {} if number is None else {TOOL_CALLS: number}
-        judged = {} if model.judged is None else {JUDGED: model.judged}
-        turns = model.record.ordered()
+        turns, judged = model.record.ordered(), dict[str, str]()
+        if model.end.given is None:
+            judged[JUDGED] = model.record.judged[model.record.index_of(model.record.last_of_model(), "verdict")]
         found = Trajectory(
             rollout_id=group.claim.rollout_id,
             task_id=group.claim.task.task_id,

@@ -159,8 +159,6 @@ class RolloutModel:
         self._judge = judge
         self._verdicts: dict[int, Verdict] = {}
         """Index of a turn -> its verdict."""
-        self._judged: dict[int, str] = {}
-        """Index of a turn -> ``text_digest`` of the text that was judged."""
         self._asked = 0
         """Number of requested samples."""
 
@@ -336,16 +334,9 @@ class RolloutModel:
         number = self.record.index_of(turn, "verify")
         if number not in self._verdicts:
             text = self.text(turn)
-            self._judged[number] = text_digest(text)
+            self.record.judged[number] = text_digest(text)
             self._verdicts[number] = await self._judge(text, self.record.begins_in_thinking(turn), None)
         return self._verdicts[number]
-
-    @property
-    def judged(self) -> str | None:
-        """``text_digest`` of the text whose verdict is the trajectory's reward; None if the workflow gave it."""
-        if self.end.given is not None:
-            return None
-        return self._judged.get(self.record.index_of(self.record.last_of_model(), "judged"))
 
     async def generate(self, *, after: int = -1, max_tokens: int | None = None) -> Turn:
         """Sample a turn of the model from the turns up to ``after`` (-1: the last one), and add it.

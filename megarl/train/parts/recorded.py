@@ -10,7 +10,7 @@ from megarl.config import Config
 from megarl.core.schema import Trajectory, name_of
 from megarl.tasks import ChatTokenizer
 from megarl.train.batch.batch import StepBatch
-from megarl.train.batch.recorded import Templates, difference, lines_of
+from megarl.train.batch.recorded_lines import Templates, difference, lines_of
 from megarl.train.part import Metrics, Part, StepData
 from megarl.train.ranks import Reporter, RunContext, TrainState
 

@@ -14,7 +14,7 @@ from megarl.core.schema import JUDGED, Reward, Task, Trajectory, Turn, digest_of
 from megarl.explore.recording.turns import RecordedEnd, RecordedTurns
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import messages_of, render_turns, turn_ids
-from megarl.train.batch.recorded import Line, Templates, difference, lines_of
+from megarl.train.batch.recorded_lines import Line, Templates, difference, lines_of
 from tests.chat_battery import TEMPLATES, checkpoint
 from tests.trajectories import one_turn
 
