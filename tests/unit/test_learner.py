@@ -14,6 +14,7 @@ import torch
 
 from megarl.buffer.experience.operators import group_stats
 from megarl.buffer.order.draws import ExpertRow
+from megarl.config.alarms import AlarmsConfig
 from megarl.config.algorithms import AlgorithmConfig, KLConfig, PPOConfig, PreferenceConfig, settings_of
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import Config, CriticConfig, ModelConfig, ParallelConfig, RolloutConfig, TrainerConfig
@@ -297,7 +298,8 @@ def test_log_probs_of_the_first_update_come_with_it(name: str, changes: Any, inf
         begin=lambda: None, end=lambda state: {}, admits=lambda state, name, sums, norm, update: (True, state)
     )
     settings = settings_of(name)(name=name, **changes)
-    config = Config(algorithm=settings, trainer=TrainerConfig(ppo_epochs=2))
+    alarms = AlarmsConfig(witness=False)  # it computes with a model's gradients
+    config = Config(algorithm=settings, trainer=TrainerConfig(ppo_epochs=2), alarms=alarms)
     learner = learner_of(config, actor=model, reference=model, updates=updates, restarts_optimizer=False)
     trajectories: list[Any] = [answer(i, score) for i, score in enumerate([0.0, 1.0, 1.0, 0.0])]
     step = make_batch(trajectories, [], algorithms.get(name), settings, 2)

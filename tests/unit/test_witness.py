@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
-from megarl.config import Config
 from megarl.config.algorithms import PPOConfig
 from megarl.config.schema import OptimizerConfig
 from megarl.learn import plain
 from megarl.learn.algorithms.token_returns import critic_loss
 from megarl.learn.parallel.cpu import FusedLayoutAdamW
 from megarl.learn.training.optimizer import learning_rate
-from megarl.train.alarm_rules import RULES
 from megarl.train.update.optimizer_witness import OptimizerWitness, scheduled_rate
 
 
@@ -69,14 +67,3 @@ def test_a_decayed_norm_a_lost_update_and_another_rate_differ() -> None:
     assert optimized(config, decay=0.1)["check/optimizer"] == pytest.approx(0.1, rel=0.05)
     assert optimized(config, decay=0.0, works=False)["check/optimizer"] > 0.1
     assert optimized(config, decay=0.0, rate=5e-4)["check/learning_rate"] == pytest.approx(0.5)
-
-
-def test_an_optimizer_that_counts_other_steps_is_named() -> None:
-    [rule] = [rule for rule in RULES if rule.name == "optimizer-steps"]
-    before = {"actor/optimizer_steps": 8.0, "training/rollbacks": 0.0}
-    now = {"actor/optimizer_steps": 10.0, "actor/updates": 2.0, "training/rollbacks": 0.0}
-    config = cast(Config, None)
-    assert rule.test(config, [before], now) is None
-    assert rule.test(config, [], now) is None
-    assert rule.test(config, [before], {**now, "actor/optimizer_steps": 3.0}) is not None
-    assert rule.test(config, [before], {**now, "actor/optimizer_steps": 3.0, "training/rollbacks": 1.0}) is None

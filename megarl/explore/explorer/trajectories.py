@@ -245,10 +245,9 @@ class TrajectoryRunner:
         message = {} if verdict.message is None else {"reward_message": verdict.message}
         number = model.record.num_tool_calls
         calls = {} if number is None else {TOOL_CALLS: number}
-        judged: dict[str, str] = {}
+        turns, judged = model.record.ordered(), dict[str, str]()
         if model.end.given is None:  # else the workflow gave the reward
-            judged = {JUDGED: model.record.judged[model.record.index_of(model.record.last_of_model(), "judged")]}
-        turns = model.record.ordered()
+            judged[JUDGED] = model.record.judged[model.record.index_of(model.record.last_of_model(), "verdict")]
         found = Trajectory(
             rollout_id=group.claim.rollout_id,
             task_id=group.claim.task.task_id,

@@ -282,6 +282,7 @@ class Learner:
         sums: list[Sums] = []
         updates: list[Sums] = []
         differences: dict[str, float] = {}
+        norms: list[float] = []
         of_optimizer = None if witness is None else OptimizerWitness(config.trainer.optimizer, actor_step)
         of_critic = None
         if witness is not None and critic is not None and isinstance(settings, PPOConfig):
@@ -304,6 +305,7 @@ class Learner:
             norm = trained.gradient_norm()
             if witness is not None and of_optimizer is not None:
                 differences.update(witness.differences(trained, found))
+                norms.append(norm)
                 self._frozen.add(trained)
                 of_optimizer.before(trained)
             admitted, state = self._updates.admits(state, objective.name, found, norm, update)
@@ -336,6 +338,8 @@ class Learner:
         self._models.finish_gathers()
         if of_optimizer is not None:
             differences |= largest_of_ranks(of_optimizer.metrics() | self._frozen.metrics())
+            spread = norm_spread(norms)
+            differences["check/gradient"] = max(spread, differences.get("check/gradient", 0.0))
         if of_critic is not None:
             differences |= of_critic.metrics()
         metrics = mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | differences
@@ -347,6 +351,16 @@ def largest_of_ranks(metrics: dict[str, float]) -> dict[str, float]:
     values = torch.tensor(list(metrics.values()), dtype=torch.float64)
     dist.all_reduce(values, dist.ReduceOp.MAX)
     return dict(zip(metrics, values.tolist(), strict=True))
+
+
+def norm_spread(norms: Sequence[float]) -> float:
+    """Return the largest relative difference between ranks of an update's gradient norm, by which each rank clips."""
+    if not norms:
+        return 0.0
+    ends = torch.tensor([*norms, *(-norm for norm in norms)], dtype=torch.float64)
+    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    largest, smallest = ends[: len(norms)], -ends[len(norms) :]
+    return float(((largest - smallest) / largest.clamp(min=1e-30)).max())
 
 
 def kl_coef(state: TrainState, config: KLConfig) -> float:

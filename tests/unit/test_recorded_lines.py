@@ -11,7 +11,7 @@ import pytest
 
 from megarl.core.errors import DataError, JobError
 from megarl.core.schema import JUDGED, Reward, Task, Trajectory, Turn, digest_of, text_digest
-from megarl.explore.recording.turns import ComparedTurns, RecordedEnd
+from megarl.explore.recording.turns import RecordedEnd, RecordedTurns
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import messages_of, render_turns, turn_ids
 from megarl.train.batch.recorded_lines import RecordedLine, Templates, difference, lines_of
@@ -67,7 +67,7 @@ def test_a_difference_is_named(name: str) -> None:
 
 
 def test_a_response_must_be_the_one_that_the_engine_has_computed() -> None:
-    turns = ComparedTurns(RecordedEnd(), 20, 100)
+    turns = RecordedTurns(RecordedEnd(), 20, 100)
     prompt, response = one_turn([1, 2], [3, 4])
     turns.begin(prompt.token_ids, (), False)
     context = turns.begin_response(-1)
