@@ -18,8 +18,8 @@ from megarl.config.rewards import LanguageConfig, RewardConfig
 from megarl.core.schema import Reward, Task, Trajectory
 from megarl.rewards.again import Verifiers
 from megarl.run.checks.odd_rows import num_rows, odd
-from megarl.train.loop.facts import lost
-from megarl.train.parts.ledger import lags_of, tasks_in_order, wrong_lags
+from megarl.train.inference.resumed_facts import lost
+from megarl.train.parts.stored_groups import lags_of, tasks_in_order, wrong_lags
 from megarl.train.parts.verdicts import choice, differences, shape_again, wrong_parts
 from tests.trajectories import VERSION, one_turn
 
