@@ -1,27 +1,18 @@
-"""Checks that look at something a second time: verdicts, groups, resumed models, odd rows."""
+"""Verdicts that are asked for again."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
-import pytest
-from megarl.train.loop.facts import lost
-from megarl.train.parts.ledger import lags_of, tasks_in_order, wrong_lags
 
-from megarl.buffer.order.draws import tasks_of_step
 from megarl.config import Config
 from megarl.config.rewards import LanguageConfig, RewardConfig
-from megarl.core.schema import Reward, Task, Trajectory
+from megarl.core.schema import Reward, Trajectory
 from megarl.rewards.again import Verifiers
-from megarl.run.checks.odd_rows import num_rows, odd
 from megarl.train.parts.verdicts import choice, differences, shape_again, wrong_parts
-from tests.trajectories import VERSION, one_turn
+from tests.trajectories import one_turn
 
 
 def answered(index: int, score: float, *, length: int = 2, token: int = 5, verifier: str = "math") -> Trajectory:
@@ -29,10 +20,6 @@ def answered(index: int, score: float, *, length: int = 2, token: int = 5, verif
     reward = Reward(score, "ok" if score >= 1 else "wrong")
     about = {"reward": {"verifier": verifier}}
     return Trajectory("train-000000", "train/0", "g", index, 4, turns, reward, metadata=about)
-
-
-def task(number: int, question: str, truth: str) -> Task:
-    return Task(f"train/{number}", "math", ({"role": "user", "content": question},), "math", {"ground_truth": truth})
 
 
 def test_a_verdict_that_is_another_when_it_is_asked_for_again_is_named() -> None:
@@ -83,42 +70,3 @@ def test_the_second_verifier_returns_the_verdict_without_weights(tmp_path: Path)
     own = Verifiers(RewardConfig(path=str(path), weight=3.0))
     assert own.score("x", "4", "4", {}, "", False) == {"score": 1.0, "status": "ok", "parts": {}}
     assert Verifiers(RewardConfig()).score("math", r"\boxed{4}", "4", {}, "2 + 2", False)["status"] == "ok"
-
-
-@pytest.mark.parametrize("start", [0, 5, 12])
-def test_the_order_of_tasks_is_that_of_the_steps(start: int) -> None:
-    ids = [f"train/{i}" for i in range(7)]
-    assert tasks_in_order(ids, 3 * start, 3, 11) == tasks_of_step(ids, start, 3, 11)
-
-
-def test_lags_are_those_of_the_versions_in_the_store() -> None:
-    tokens = lags_of([answered(0, 1.0)], {str(VERSION): 3}, 4)
-    assert tokens == Counter({(str(VERSION), 1): 2})
-    assert wrong_lags(tokens, {str(VERSION): 1}, 1) == {}
-    assert set(wrong_lags(tokens, {}, 1)) == {"lag"}
-    assert set(wrong_lags(tokens, {str(VERSION): 1}, 0)) == {"stale"}
-
-
-def test_facts_that_are_others_after_a_resume_are_named() -> None:
-    before: dict[str, Any] = {"weights": 2.0, "moments": 1.0, "average": 5.0, "reference": None, "random": "a"}
-    assert lost(before, dict(before)) == {}
-    assert set(lost(before, {**before, "moments": 0.0, "average": 4.0, "reference": 3.0})) == {
-        "moments-lost",
-        "average",
-    }
-
-
-def test_odd_rows_are_named_and_usual_ones_are_not() -> None:
-    sums = [task(i, f"{i} + {i} =", str(2 * i)) for i in range(40)]
-    options = [task(i, f"Question {i}\nA) one\nB) two\nC) three\nD) four", "ABCD"[i % 4]) for i in range(40)]
-    assert odd(sums, Config()) == odd(options, Config()) == {}
-    assert set(odd([task(i, f"{i} + {i} = {2 * i}", str(2 * i)) for i in range(40)], Config())) == {"answer-in-prompt"}
-    assert set(odd([task(i, "=", str(i)) for i in range(40)], Config())) == {"same-prompts"}
-    assert set(odd(sums[:4] * 10, Config())) == {"duplicates"}
-
-
-def test_rows_of_a_file_are_counted_without_reading_them(tmp_path: Path) -> None:
-    pq.write_table(pa.table({"a": [1, 2, 3]}), tmp_path / "a.parquet")
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": 2}\n')
-    assert (num_rows(tmp_path / "a.parquet"), num_rows(tmp_path / "a.jsonl")) == (3, 2)
-    assert num_rows(tmp_path) is None
