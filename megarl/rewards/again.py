@@ -34,7 +34,7 @@ from megarl.rewards.routes import CODE, FAMILIES, JUDGE, Scorer, route
 from megarl.rewards.verdict import LATE, to_verdict, with_question
 
 COSTLY = ("", CODE, JUDGE, LATE)
-"""Verifiers that are not asked again: they start programs, ask a model, or are people."""
+"""BareVerifiers that are not asked again: they start programs, ask a model, or are people."""
 SEND_S = 1.0
 
 
@@ -133,7 +133,7 @@ START_S = 60.0
 """Seconds that the process may take to start and to import verifiers."""
 
 
-class Verifiers:
+class BareVerifiers:
     """Verifiers of the settings without what surrounds them in the pool."""
 
     def __init__(self, config: RewardConfig) -> None:
@@ -175,7 +175,7 @@ def main(arguments: list[str]) -> None:
     if config.path is None:
         resource.setrlimit(resource.RLIMIT_AS, (2 * ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
     try:
-        verifiers = Verifiers(config)
+        verifiers = BareVerifiers(config)
     except ConfigError:  # the explorer's workers report it
         return
     for line in questions:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
-from megarl.train.rollout.evaluation_check import Answers
+from megarl.train.rollout.evaluation_check import StoredAnswers
 from tests.trajectories import one_turn
 
 FIRST, SECOND = WeightsVersion(0, 1), WeightsVersion(0, 2)
@@ -14,8 +14,8 @@ TASKS = ["a", "b"]
 RIGHT = {"a": [True, False, False, False], "b": [True, True, False, True]}
 
 
-def answers(right: dict[str, list[bool]], version: WeightsVersion = FIRST) -> Answers:
-    found = Answers()
+def answers(right: dict[str, list[bool]], version: WeightsVersion = FIRST) -> StoredAnswers:
+    found = StoredAnswers()
     for task, each in right.items():
         turns = one_turn([1, 2], [3], version=version)
         rewards = [Reward(float(ok), "ok" if ok else "wrong") for ok in each]

@@ -10,7 +10,7 @@ import numpy as np
 from megarl.config import Config
 from megarl.config.rewards import LanguageConfig, RewardConfig
 from megarl.core.schema import Reward, Trajectory
-from megarl.rewards.again import Verifiers
+from megarl.rewards.again import BareVerifiers
 from megarl.train.parts.verdicts import choice, differences, shape_again, wrong_parts
 from tests.trajectories import one_turn
 
@@ -67,6 +67,6 @@ def test_the_second_verifier_returns_the_verdict_without_weights(tmp_path: Path)
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
         "    return float(solution_str == ground_truth)\n"
     )
-    own = Verifiers(RewardConfig(path=str(path), weight=3.0))
+    own = BareVerifiers(RewardConfig(path=str(path), weight=3.0))
     assert own.score("x", "4", "4", {}, "", False) == {"score": 1.0, "status": "ok", "parts": {}}
-    assert Verifiers(RewardConfig()).score("math", r"\boxed{4}", "4", {}, "2 + 2", False)["status"] == "ok"
+    assert BareVerifiers(RewardConfig()).score("math", r"\boxed{4}", "4", {}, "2 + 2", False)["status"] == "ok"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -43,10 +44,13 @@ class SamplingChecks(Part):
 
     def __init__(self, config: Config, models: Models, memory: PhaseMemory) -> None:
         self._config, self._models, self._memory = config, models, memory
-        self._ends = torch.tensor(ChatTokenizer.of(config).eos_ids)
         self._last: int | None = None
         """Step of the last forward pass."""
         self._found: Metrics = {}
+
+    @cached_property
+    def _ends(self) -> torch.Tensor:
+        return torch.tensor(ChatTokenizer.of(self._config).eos_ids)
 
     def before_update(self, state: TrainState, batch: StepBatch) -> None:
         sequences, rows = batch.sequences, batch.rows

@@ -37,8 +37,8 @@ EQUAL = 1e-9
 """Largest difference of two sums of the same numbers."""
 
 
-class Answers:
-    """What the stored answers of an evaluation say about it. Answers are added in parts, and not kept."""
+class StoredAnswers:
+    """Counts of an evaluation's stored answers, for comparison with what it reports. StoredAnswers are added in parts, and not kept."""
 
     def __init__(self) -> None:
         self._given: Counter[str] = Counter()
@@ -130,7 +130,7 @@ class EvaluationCheck:
             step: Training steps in the evaluated weights.
             event: Data of its event, as reported.
         """
-        store, samples, found = self._store, event["samples"], Answers()
+        store, samples, found = self._store, event["samples"], StoredAnswers()
         for part in store.groups.parts(store.groups.ids(rollout_id)):
             found.add(store.groups.read(part))
         held_out = store.tasks.ids("eval")
