@@ -35,5 +35,6 @@ FACE = (
     "reshard.layout",
     "reshard.layouts",
     "reshard.plan",
+    "reshard.sent_proof",
 )
 """Modules that other packages may import."""

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from megarl.config import Config
 from megarl.core.schema import Task
-from megarl.run.checks.odd_rows import num_rows, odd
+from megarl.run.run_dir.odd_rows import num_rows, odd
 
 
 def task(number: int, question: str, truth: str) -> Task:

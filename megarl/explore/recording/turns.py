@@ -247,8 +247,6 @@ class RecordedTurns:
         """Index of a turn -> its own reward."""
         self._calls: dict[int, int] = {}
         """Id of a turn parsed for tool calls -> their number."""
-        self.judged: dict[int, str] = {}
-        """Index of a turn -> ``text_digest`` of its text that was judged."""
         self.unread = 0
         """Number of responses in flight."""
         self.judged: dict[int, str] = {}

@@ -39,7 +39,7 @@ from megarl.run.checks.inputs import (
 )
 from megarl.run.checks.lora import check_adapters, check_tower_overlap
 from megarl.run.checks.memory import check_devices, has_budget, ledger_of
-from megarl.run.checks.odd_rows import log_odd_rows
+from megarl.run.run_dir.odd_rows import log_odd_rows
 from megarl.run.checks.roles import check_budget, check_role_models, role_files
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.summary import summary

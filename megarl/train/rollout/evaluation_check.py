@@ -38,7 +38,10 @@ EQUAL = 1e-9
 
 
 class StoredAnswers:
-    """Counts of an evaluation's stored answers, for comparison with what it reports. StoredAnswers are added in parts, and not kept."""
+    """Counts of an evaluation's stored answers, for comparison with what it reports.
+
+    Answers are added in parts, and not kept.
+    """
 
     def __init__(self) -> None:
         self._given: Counter[str] = Counter()
