@@ -39,13 +39,13 @@ from megarl.run.checks.inputs import (
 )
 from megarl.run.checks.lora import check_adapters, check_tower_overlap
 from megarl.run.checks.memory import check_devices, has_budget, ledger_of
-from megarl.run.run_dir.odd_rows import log_odd_rows
 from megarl.run.checks.roles import check_budget, check_role_models, role_files
 from megarl.run.checks.settings import check_settings
 from megarl.run.checks.summary import summary
 from megarl.run.checks.tasksets import Selected, check_count, check_taskset, selected, usable
 from megarl.run.checks.vision import check_image_files_of, check_images, check_patches, check_prompts_of, check_rendered
 from megarl.run.run_dir.changes import has_checkpoints
+from megarl.run.run_dir.odd_rows import log_odd_rows
 from megarl.run.run_dir.owner import check_writable
 from megarl.run.run_dir.prepare import make, scratch, with_limit_of_run
 from megarl.run.run_dir.resume import check_settings_of_run, set_aside_damaged
