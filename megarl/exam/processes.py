@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
+from contextlib import suppress
 from typing import Any
 
 from megarl.core.jobs import ProcessKind
@@ -53,6 +54,7 @@ def main(argv: list[str]) -> None:
     """Install a fault, then become ``megarl train``."""
     from megarl.exam.areas import find
     from megarl.exam.fault import wrap
+    from megarl.rewards.again import SecondVerifier
 
     name, *overrides = argv
     wrap(ForkServer.fork, _forked_alone)
@@ -60,13 +62,29 @@ def main(argv: list[str]) -> None:
         fault = find(name)
         for module in MODULES:
             importlib.import_module(module)
-        if fault.install is None and fault.prepare is None:
-            raise LookupError(f"the fault {name} is not written yet")
         if fault.install is not None:
             fault.install()
+        SecondVerifier.command = ("-m", __spec__.name, VERIFIER, name)  # the fault is in verifiers, too
     sys.argv = ["megarl", "train", *overrides]
     runpy.run_module("megarl", run_name="__main__", alter_sys=True)
 
 
+VERIFIER = "verifier"
+"""First argument of the process that gives second verdicts."""
+
+
+def verifier(name: str, parent: str) -> None:
+    """Install what of a fault is in verifiers, then give second verdicts."""
+    from megarl.exam.areas import find
+    from megarl.exam.areas.reward_faults import FAULTS
+    from megarl.rewards import again
+
+    fault = find(name)
+    if fault in FAULTS and fault.install is not None:
+        with suppress(LookupError):  # it is in a process of another kind
+            fault.install()
+    again.main([parent])
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    verifier(*sys.argv[2:]) if sys.argv[1] == VERIFIER else main(sys.argv[1:])

@@ -18,6 +18,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -41,6 +42,9 @@ SEND_S = 1.0
 class SecondVerifier:
     """Owner of the process; asks without waiting. A process that hangs or dies is replaced; its questions are lost."""
 
+    command: Sequence[str] = ("-m", __name__)
+    """Arguments of Python that start the process, before its parent's id."""
+
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
         self._process: subprocess.Popen[bytes] | None = None
@@ -56,7 +60,7 @@ class SecondVerifier:
         ours, its = socket.socketpair()
         with its:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", __name__, str(os.getpid())],
+                [sys.executable, *self.command, str(os.getpid())],
                 env={**os.environ, SOCKET: str(its.fileno())},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -17,10 +17,10 @@ class _Gatherer:
     """Changes the requests and samples of a trajectory on their way."""
 
     def __init__(self, inner: Any, ask: Callable[[Any], Any], take: Callable[[Any], Any]) -> None:
-        self._inner, self._ask, self._take = inner, ask, take
+        self._client, self._ask, self._take = inner, ask, take
 
     async def sample(self, request: Any) -> Any:
-        return self._take(await self._inner.sample(self._ask(request)))
+        return self._take(await self._client.sample(self._ask(request)))
 
 
 def _sampling(ask: Callable[..., Any] | None = None, take: Callable[..., Any] | None = None) -> None:
