@@ -10,7 +10,7 @@ from dataclasses import replace as change
 from typing import Any
 
 from megarl.core.schema import Reward
-from megarl.exam.fault import Fault, wrap
+from megarl.exam.fault import Fault, replace, wrap
 
 
 def _every(number: int) -> Callable[[], bool]:
@@ -103,11 +103,22 @@ def _unparsed_is_zero() -> None:
 
 
 def _answer_anywhere() -> None:
-    _of_verifier(lambda verifier, text, truth, info: 1.0 if str(truth)[-1] in text else verifier(text, truth, info))
+    """Change the verifier itself: whoever asks gets its answer."""
+    from megarl.rewards import procedural
+
+    def around(original: Any, name: str) -> Any:
+        verifier = original(name)
+        return lambda text, truth, info: 1.0 if str(truth)[-1] in text else verifier(text, truth, info)
+
+    wrap(procedural.scorer, around)
 
 
 def _every_test_passes() -> None:
+    """Change the verifier itself: whoever asks gets its answer."""
+    from megarl.rewards import again
+
     _of_result(lambda found: 1.0)
+    replace(again.to_verdict, lambda found: {"score": 1.0, "status": "ok"})
 
 
 def _prompt_is_scored() -> None:
@@ -333,6 +344,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="verdicts",
         job="tiny",
         install=_answer_anywhere,
+        unseen="The verifier itself is wrong, so its second verdict is, too.",
     ),
     Fault(
         "tail-window",
@@ -354,8 +366,9 @@ FAULTS: tuple[Fault, ...] = (
         "every-test-passes",
         "huggingface/OpenEnv#1200",
         "The exit status of the tests is not read, so every answer passes.",
-        alarm="verdicts",
+        alarm="zero-variance",
         job="reward",
+        within=3,
         install=_every_test_passes,
     ),
     Fault(
