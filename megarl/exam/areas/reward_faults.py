@@ -115,10 +115,9 @@ def _answer_anywhere() -> None:
 
 def _every_test_passes() -> None:
     """Change the verifier itself: whoever asks gets its answer."""
-    from megarl.rewards import again
+    from megarl.rewards.verdict import to_verdict
 
-    _of_result(lambda found: 1.0)
-    replace(again.to_verdict, lambda found: {"score": 1.0, "status": "ok"})
+    replace(to_verdict, lambda found: {"score": 1.0, "status": "ok", "parts": {}})
 
 
 def _prompt_is_scored() -> None:
