@@ -28,7 +28,7 @@ class AlarmsConfig:
     trajectories: NonNegative = 4
     """Sequences of each step whose tokens, loss mask, log-probs, prompt and judged text are compared with the store's
     turns and rows. Each takes about a millisecond."""
-    verdicts: NonNegative = 8
+    verdicts: NonNegative = 4
     """Trained responses of each step whose verdicts are asked for again, in a process of its own; not those of programs
     and judges. An answer takes the verifier's time once more: milliseconds, beside seconds of sampling."""
     groups: bool = True

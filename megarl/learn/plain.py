@@ -9,6 +9,7 @@ other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
@@ -61,20 +62,28 @@ def advantages_of_responses(
     members: dict[Hashable, dict[Hashable, float]] = {}
     for reward, group, trajectory in zip(rewards, groups, trajectories, strict=True):
         members.setdefault(group, {})[trajectory] = reward
+    sums = {group: _mean_and_std(list(found.values())) for group, found in members.items()}
+    by_std = config.normalize_by_std and config.name not in ("rloo", "reinforce_pp_baseline")
     found = []
     for reward, group in zip(rewards, groups, strict=True):
-        values = torch.tensor(list(members[group].values()), dtype=torch.float64)
-        number = len(values)
+        number, (mean, std) = len(members[group]), sums[group]
         if number == 1:
             found.append(reward)
-        elif bool((values == values[0]).all()):
+        elif not std:
             found.append(0.0)
         elif config.name == "rloo":
-            found.append(reward - (float(values.sum()) - reward) / (number - 1))
+            found.append(reward - (mean * number - reward) / (number - 1))
         else:
-            by_std = config.normalize_by_std and config.name != "reinforce_pp_baseline"
-            found.append((reward - float(values.mean())) / (float(values.std()) + 1e-6 if by_std else 1.0))
+            found.append((reward - mean) / (std + 1e-6 if by_std else 1.0))
     return torch.tensor(found, dtype=torch.float64)
+
+
+def _mean_and_std(values: Sequence[float]) -> tuple[float, float]:
+    """Return mean and unbiased standard deviation; (x, 0) for equal values x."""
+    mean = math.fsum(values) / len(values)
+    if min(values) == max(values):
+        return values[0], 0.0
+    return mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (len(values) - 1))
 
 
 def whitened(values: torch.Tensor, row: torch.Tensor, rows: int, together: Together) -> torch.Tensor:
