@@ -52,7 +52,9 @@ KEPT = (
     "trainer.checkpoint_interval=2",
     "trainer.keep_batches=true",
 )
-NOT_COMPARED = re.compile(r"step|training/attempt|(timing_s|idle|perf|memory)/.*|.*(_s|seconds)(/\w+)?")
+NOT_COMPARED = re.compile(
+    r"step|training/attempt|check/verdicts_again|(timing_s|idle|perf|memory)/.*|.*(_s|seconds)(/\w+)?"
+)
 """Metrics that depend on the machine's speed or count attempts."""
 
 Facts = dict[str, Any]

@@ -21,8 +21,10 @@ from tests.loop.held import Held
 from tests.system.jobs import START_S, Job
 
 ROLLOUTS = ("eval-before", "train-000000", "train-000001", "train-000002", "eval-after")
-NOT_COMPARED = re.compile(r"timing_s|idle|perf|memory|rollout|sync|reward/|training/attempt")
-"""What depends on the machine, on where rewards are computed, or counts attempts."""
+NOT_COMPARED = re.compile(
+    r"timing_s|idle|perf|memory|rollout|sync|reward/|training/attempt|check/(greedy|verdicts_again)"
+)
+"""What depends on the machine, on where rewards are computed or engines are, or counts attempts."""
 
 
 def kill(job: Job, role: str, pid: int) -> None:
