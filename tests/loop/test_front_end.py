@@ -78,7 +78,7 @@ class Engine:
         for tokens in range(1, self._outputs + 1):
             flat = SimpleNamespace(token_ids=[7] * tokens, logprobs=[-1.0] * tokens)
             output = SimpleNamespace(token_ids=[7] * tokens, logprobs=flat, finish_reason="stop", weight_versions=None)
-            yield SimpleNamespace(outputs=[output])
+            yield SimpleNamespace(prompt_token_ids=[1], outputs=[output])
 
 
 class Refusing(Engine):
