@@ -119,7 +119,7 @@ def model_of(kind: str, config: Any) -> Any:
             self.model.dp_rank = torch.distributed.get_rank()
             self.model.chunks, self.model.residents, self.model.gathered = [Chunk()], Residents(), True
             self._routers, self._balanced = [], False
-            self.optimizer: Any = SimpleNamespace(inner=SimpleNamespace(zero_grad=lambda: None))
+            self.optimizer: Any = SimpleNamespace(inner=SimpleNamespace(zero_grad=lambda: None, optimizer=None))
 
         def gradient_norm(self) -> float:
             return 1.0

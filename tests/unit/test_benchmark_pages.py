@@ -42,9 +42,14 @@ def test_a_part_is_replaced_and_the_text_around_it_stays(page: object, tmp_path:
 
 
 def test_every_script_writes_its_part_by_the_one_function() -> None:
-    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {"page.py", "jobs.py", "learning.py"}
+    scripts = {path.name for path in (ROOT / "benchmarks").glob("*.py")} - {
+        "page.py",
+        "jobs.py",
+        "learning.py",
+        "alarms_cost.py",
+    }
     assert {name for name in scripts if "page.write(" not in (ROOT / "benchmarks" / name).read_text()} == set()
-    pages = {path.name for path in (ROOT / "docs" / "benchmarks").glob("*.md")}
+    pages = {path.name for path in (ROOT / "docs" / "benchmarks").glob("*.md")} - {"exam.md"}  # `megarl exam` writes it
     assert {
         name
         for name in pages

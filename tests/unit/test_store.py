@@ -753,6 +753,7 @@ def test_every_write_is_in_the_table_of_writes(store: Store) -> None:
         "experts.imports",
         "experts.read",
         "experts.scored_trajectories",
+        *(f"facts.{name}" for name in ("groups", "last_step", "seeds", "steps_of_versions", "task_order", "tasks")),
         "groups.array_bytes",
         "groups.arrays",
         "groups.ids",

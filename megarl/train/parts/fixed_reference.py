@@ -27,13 +27,14 @@ class FixedReference(Part):
         self._kept: tuple[int, torch.Tensor] | None = None
         """Rollbacks of the run, and weights after the last of them."""
         self._batch: StepBatch | None = None
-        self._changed = False
+        self._changed = self._is_model = False
         self._found = 0.0
 
     def before_update(self, state: TrainState, batch: StepBatch) -> None:
         self._changed, reference = False, self._models.reference
         compares = not state.step and self._same_type and batch.sequences.ref_logp is not None
         self._batch = batch if compares else None  # the first update fills the actor's log-probs
+        self._is_model = isinstance(reference, Model)
         if not isinstance(reference, Model):
             return
         try:
@@ -52,9 +53,10 @@ class FixedReference(Part):
             kept = batch.kept(batch.sequences.mask)
             apart = kept.totals(_difference, batch.sequences.old_logp, batch.sequences.ref_logp)
             self._found = apart.mean if apart.number else 0.0
-        changed = torch.tensor(float(self._changed))
-        dist.all_reduce(changed, dist.ReduceOp.MAX)
-        self._found = max(self._found, float(changed))
+        if self._is_model:
+            changed = torch.tensor(float(self._changed))
+            dist.all_reduce(changed, dist.ReduceOp.MAX)
+            self._found = max(self._found, float(changed))
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
         metrics["check/reference"] = self._found

@@ -17,7 +17,8 @@ UPDATES = 2
 
 
 def _has_gradient(parameter: Any) -> bool:
-    return bool(parameter.main_grad.any())
+    gradient = getattr(parameter, "main_grad", None)  # of Megatron's buffers
+    return gradient is None or bool(gradient.any())
 
 
 class FrozenParameters:
