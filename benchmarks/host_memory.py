@@ -216,6 +216,7 @@ def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) 
     import torch
 
     from megarl.buffer.store import Store
+    from megarl.config.alarms import AlarmsConfig
     from megarl.config.algorithms import AnyAlgorithmConfig, KLConfig
     from megarl.config.job import SyncConfig
     from megarl.config.schema import Config, ParallelConfig, TrainerConfig
@@ -227,6 +228,7 @@ def measure(algorithm: str, answers: int, tokens: int, ranks: int, folder: str) 
     pipeline.get_forward_backward_func = lambda: schedule
     kl = KLConfig(0.01, "k1", "reward", target=0.1) if algorithm == "ppo" else KLConfig(0.01, "k3", "loss", target=0.1)
     config = Config(
+        alarms=AlarmsConfig(witness=False),
         parallel=ParallelConfig(dp=ranks),
         sync=SyncConfig(sample_tolerance=1e9),  # the engine's log-probs are made up
         algorithm=AnyAlgorithmConfig(
