@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -52,7 +53,7 @@ class ExamResult:
     @property
     def at(self) -> int | None:
         """Step of the first alarm, from 1; 0 for an end before a step; None without one."""
-        ends = [self.steps + 1 if self.steps else 0] if self.status not in (0, None) else []
+        ends = [self.steps + 1 if self.steps or self.alarms else 0] if self.status not in (0, None) else []
         return min([*(step for step, _ in self.alarms), *ends], default=None)
 
     def names(self, fault: Fault) -> bool:
@@ -168,6 +169,9 @@ class Runner:
         alarms = [
             (int(one["step"]), key.removeprefix("alarm/")) for one in every for key in one if key.startswith("alarm/")
         ]
+        # A step that ends with an error has alarms in the log alone.
+        said = [(int(step), name) for line in lines for name, step in re.findall(r"\balarm ([\w-]+): step (\d+)", line)]
+        alarms += [each for each in said if each not in alarms]
         outcome = ExamResult(status, len(found), alarms, named("\n".join(lines)), lines[-LAST_LINES:])
         shutil.rmtree(run_dir, ignore_errors=True)
         return outcome
