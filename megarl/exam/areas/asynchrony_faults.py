@@ -220,6 +220,7 @@ FAULTS: tuple[Fault, ...] = (
         job="late",
         install=_slow_groups_dropped,
         within=3,
+        unseen="No check compares the lengths of trained and of sampled responses.",
     ),
     Fault(
         "first-enders",
@@ -229,6 +230,7 @@ FAULTS: tuple[Fault, ...] = (
         job="tiny",
         install=_first_enders,
         within=3,
+        unseen="No check compares the lengths of trained and of sampled responses.",
     ),
     Fault(
         "mixed-versions-unmarked",
@@ -240,6 +242,7 @@ FAULTS: tuple[Fault, ...] = (
         settings=("sync.order=admission", "rollout.segment_tokens=2", "rollout.budget_tokens=3"),
         within=2,
         begins=2,
+        unseen="No check looks at versions within a response.",
     ),
     Fault(
         "unfinished-kept",

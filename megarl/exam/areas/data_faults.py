@@ -174,6 +174,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="answers",
         job="tiny",
         install=_answers_shifted,
+        unseen="Without a right answer nothing tells a shifted one; the log names lost rows.",
     ),
     Fault(
         "answers-of-first-match",
@@ -182,6 +183,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="answers",
         job="tiny",
         install=_answers_of_first_match,
+        unseen="Without a right answer nothing tells another row's.",
     ),
     Fault(
         "answer-in-prompt",
@@ -218,6 +220,7 @@ FAULTS: tuple[Fault, ...] = (
         install=_filter_counts_wrong,
         settings=("taskset.overlong_prompts=drop", "rollout.max_prompt_tokens=24"),
         within=0,
+        unseen="The filter drops no row of this job.",
     ),
     Fault(
         "first-rows-only",
@@ -271,6 +274,7 @@ FAULTS: tuple[Fault, ...] = (
         settings=("taskset.order=prioritized", "reward.path={folder}/reward.py"),
         within=3,
         begins=3,
+        unseen="No check of how often tasks are drawn.",
     ),
     Fault(
         "chosen-rejected-swapped",
@@ -279,6 +283,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="preferences",
         job="dpo",
         install=_chosen_rejected_swapped,
+        unseen="No check knows which answer is better.",
     ),
     Fault(
         "pairs-identical",

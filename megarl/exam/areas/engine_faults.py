@@ -288,6 +288,7 @@ FAULTS: tuple[Fault, ...] = (
         begins=2,
         settings=SHARED_PREFIX,
         within=2,
+        unseen="Tokens of older weights are not compared.",
     ),
     Fault(
         "prefix-cache-of-other-adapter",
@@ -309,6 +310,7 @@ FAULTS: tuple[Fault, ...] = (
         begins=2,
         settings=("sync.pause=keep", "rollout.max_response_tokens=96", *LONG),
         within=2,
+        unseen="Responses of this job end before a sync.",
     ),
     Fault(
         "decode-graph-stale",
@@ -361,6 +363,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="surprise",
         job="tiny",
         install=_take_defaults,
+        unseen="The patch changes nothing in what is sampled here.",
     ),
     Fault(
         "padded-rows-sampled",
@@ -381,6 +384,7 @@ FAULTS: tuple[Fault, ...] = (
         job="tiny",
         install=_default_epsilon,
         within=0,
+        unseen="Its effect is below the probe's tolerance.",
     ),
     Fault(
         "rope-base",
