@@ -103,7 +103,7 @@ def _unparsed_is_zero() -> None:
 
 
 def _answer_anywhere() -> None:
-    """Change the verifier itself: whoever asks gets its answer."""
+    """Change the verifier itself, so that every path to it gets the same answer."""
     from megarl.rewards import procedural
 
     def around(original: Any, name: str) -> Any:
@@ -114,7 +114,7 @@ def _answer_anywhere() -> None:
 
 
 def _every_test_passes() -> None:
-    """Change the verifier itself: whoever asks gets its answer."""
+    """Change the verifier itself, so that every path to it gets the same answer."""
     from megarl.rewards.verdict import to_verdict
 
     replace(to_verdict, lambda found: {"score": 1.0, "status": "ok", "parts": {}})
