@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import re
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Self
@@ -46,14 +48,13 @@ class KeptBatch:
 
     def write(self, path: Path) -> None:
         """Write the file atomically. Raises OSError."""
-        _write(path, {field.name: getattr(self, field.name) for field in fields(self)})
+        _write(path, self)
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file. Raises DataError if it is damaged."""
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                found = cls(**{field.name: arrays[field.name] for field in fields(cls)})
+        with _readable(path, "remove it, and its step is not compared"):
+            found = cls(**_arrays(path, cls))
             if not len(found.tokens) == len(found.targets) == len(found.mask) == found.lengths.sum():
                 raise ValueError("its arrays do not fit each other")
             if any(
@@ -62,8 +63,6 @@ class KeptBatch:
                 raise ValueError("its arrays do not fit each other")
             if len(found.groups) and not -1 <= found.groups.min() <= found.groups.max() < len(found.group_ids):
                 raise ValueError("it has no such groups")
-        except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} cannot be read ({error}); remove it, and its step is not compared") from error
         return found
 
 
@@ -99,22 +98,34 @@ class KeptValues:
 
     def write(self, path: Path) -> None:
         """Write the file atomically. Raises OSError."""
-        _write(path, {field.name: getattr(self, field.name) for field in fields(self)})
+        _write(path, self)
 
     @classmethod
     def read(cls, path: Path) -> Self:
         """Read a file. Raises DataError if it is damaged or missing."""
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return cls(**{field.name: arrays[field.name] for field in fields(cls)})
-        except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
-            raise DataError(f"{path} cannot be read ({error}); the step cannot be computed again") from error
+        with _readable(path, "the step cannot be computed again"):
+            return cls(**_arrays(path, cls))
 
 
-def _write(path: Path, arrays: dict[str, Any]) -> None:
+def _write(path: Path, kept: KeptBatch | KeptValues) -> None:
     path.parent.mkdir(exist_ok=True)
+    arrays: dict[str, Any] = {field.name: getattr(kept, field.name) for field in fields(kept)}
     with whole(path) as temporary, temporary.open("wb") as file:
         np.savez(file, **arrays)
+
+
+def _arrays(path: Path, kind: type[KeptBatch | KeptValues]) -> dict[str, np.ndarray]:
+    with np.load(path, allow_pickle=False) as arrays:
+        return {field.name: arrays[field.name] for field in fields(kind)}
+
+
+@contextmanager
+def _readable(path: Path, otherwise: str) -> Iterator[None]:
+    """Raise DataError for a file whose reading fails; ``otherwise``: what then holds."""
+    try:
+        yield
+    except (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read ({error}); {otherwise}") from error
 
 
 def values_path(run_dir: Path, step: int) -> Path:

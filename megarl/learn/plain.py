@@ -135,7 +135,7 @@ def token_advantages(
     if not greedy:
         rewards[is_last] += of_rows[row[is_last]]
     if config.name != "ppo":
-        found = _discounted(rewards, row, is_last, config.gamma, torch.zeros(rows, dtype=torch.float64))
+        found = _discounted(rewards, row, rows, config.gamma)
         if greedy:
             found += of_rows[row]
         whiten = config.name == "reinforce_pp" or (isinstance(config, ReMaxConfig) and config.whiten_advantages)
@@ -145,19 +145,17 @@ def token_advantages(
     following = torch.cat([values[1:], values.new_zeros(1)])
     following = torch.where(is_last, after[row], following)
     deltas = rewards + config.gamma * following - values
-    found = _discounted(deltas, row, is_last, config.gamma * config.lam, torch.zeros(rows, dtype=torch.float64))
+    found = _discounted(deltas, row, rows, config.gamma * config.lam)
     return whitened(found, row, rows, together) if config.whiten_advantages else found
 
 
-def _discounted(
-    values: torch.Tensor, row: torch.Tensor, is_last: torch.Tensor, factor: float, after: torch.Tensor
-) -> torch.Tensor:
+def _discounted(values: torch.Tensor, row: torch.Tensor, rows: int, factor: float) -> torch.Tensor:
     """Return Σ_{u≥t} factor^(u−t)·x_u of each sequence, all sequences at once, from the last token to the first."""
     if not len(values):
         return values
-    counts = torch.bincount(row, minlength=len(after))
+    counts = torch.bincount(row, minlength=rows)
     starts = counts.cumsum(0) - counts
-    found, running = torch.empty_like(values), after.clone()
+    found, running = torch.empty_like(values), torch.zeros(rows, dtype=torch.float64)
     for place in range(int(counts.max()) - 1, -1, -1):
         there = counts > place
         at = starts[there] + place
