@@ -315,7 +315,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="step-gap",
         job="resume",
         install=_step_counted_twice,
-        begins=3,
+        begins=4,
     ),
     Fault(
         "reference-of-actor",
