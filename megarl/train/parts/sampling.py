@@ -27,6 +27,7 @@ from megarl.train.batch.batch import StepBatch
 from megarl.train.inference.models import Models
 from megarl.train.memory import PhaseMemory
 from megarl.train.part import Metrics, Part
+from megarl.train.parts.sampled_ends import WatchedHead, drops_by_length, early_ends
 from megarl.train.ranks import TrainState
 
 EVERY = 10
@@ -40,7 +41,8 @@ certain."""
 
 
 class SamplingChecks(Part):
-    """Adds ``check/no_end``, ``check/past_end``, ``check/equal_samples`` and ``check/likeliest`` to the metrics."""
+    """Adds ``check/no_end``, ``check/past_end``, ``check/equal_samples``, ``check/likeliest``,
+    ``check/early_ends`` and ``check/head_dtype`` to the metrics."""
 
     def __init__(self, config: Config, models: Models, memory: PhaseMemory) -> None:
         self._config, self._models, self._memory = config, models, memory
@@ -77,14 +79,19 @@ class SamplingChecks(Part):
             return {}
         self._memory.enter(Phase.UPDATE)  # the next phase, which has the actor
         model, size = self._models.actor.model, self._models.head.vocab_size
-        k = min(LIKELIEST, size)
+        k, head = min(LIKELIEST, size), WatchedHead(LikeliestTokens(min(LIKELIEST, size), size))
         top = torch.zeros(len(sequences.tokens), 2 * k)
-        columns = LikeliestTokens(k, size)
-        model.outputs(sequences, [model.micro_batches(sequences)], columns=columns, more=top)
+        model.outputs(sequences, [model.micro_batches(sequences)], columns=head, more=top)
         sequences.add_up(top)
         known = sequences.mask
         ids, probabilities = top[known, :k].long(), top[known, k:].double().exp()
-        return {"check/likeliest": likeliest(sequences.tokens.roll(-1)[known].long(), ids, probabilities)}
+        sampled = sequences.tokens.roll(-1)[known].long()
+        found = {"check/likeliest": likeliest(sampled, ids, probabilities)}
+        if self._config.model.head_dtype == "float32":
+            found["check/head_dtype"] = head.other_than(torch.float32)
+        if not drops_by_length(self._config):
+            found["check/early_ends"] = evidence(early_ends(sampled, ids, probabilities, self._ends))
+        return found
 
 
 def likeliest(sampled: torch.Tensor, ids: torch.Tensor, probabilities: torch.Tensor) -> float:
