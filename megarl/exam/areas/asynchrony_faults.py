@@ -169,6 +169,8 @@ def _groups_of_one() -> None:
     _of_baseline(lambda e: (e.group_id, e.index))
 
 
+LONG = ("sync.order=admission", "model.path={folder}/long", "trainer.tasks_per_step=16")
+"""Responses of many lengths, of all groups."""
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "version-ahead",
@@ -217,8 +219,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="length-bias",
         job="late",
         install=_slow_groups_dropped,
-        within=3,
-        unseen="No check compares the lengths of trained and of sampled responses.",
+        settings=LONG,
     ),
     Fault(
         "first-enders",
@@ -227,8 +228,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="length-bias",
         job="tiny",
         install=_first_enders,
-        within=3,
-        unseen="No check compares the lengths of trained and of sampled responses.",
+        settings=LONG,
     ),
     Fault(
         "mixed-versions-unmarked",

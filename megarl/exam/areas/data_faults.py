@@ -270,10 +270,9 @@ FAULTS: tuple[Fault, ...] = (
         alarm="priorities",
         job="tiny",
         install=_priorities_ignored,
-        settings=("taskset.order=prioritized", "reward.path={folder}/reward.py"),
-        within=3,
-        begins=3,
-        unseen="No check of how often tasks are drawn.",
+        settings=("taskset.order=prioritized", "reward.path={folder}/reward.py", "taskset.train_size=24"),
+        within=2,
+        begins=2,
     ),
     Fault(
         "chosen-rejected-swapped",

@@ -380,11 +380,9 @@ FAULTS: tuple[Fault, ...] = (
         "norm-epsilon",
         "NVIDIA-NeMo/Megatron-Bridge#5712",
         "Some norms of the trainer use their default epsilon instead of the model's.",
-        alarm="probe",
+        alarm="norms",
         job="tiny",
         install=_default_epsilon,
-        within=0,
-        unseen="Its effect is below the probe's tolerance.",
     ),
     Fault(
         "rope-base",
