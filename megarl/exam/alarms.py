@@ -30,6 +30,7 @@ ERRORS: dict[str, str] = {
     "held_out": r"asks a question of taskset\.eval",
     "checkpoint": r"THE RUN GOES BACK|is damaged|has SHA-256 .*, written was|written were",
     "same-answers": r"chosen and rejected are the same tokens",
+    "lag": r"has sampled a response with the weights .* are recorded",
     "tokens": r"has computed other tokens than the \d+ recorded ones",
     "eval-weights": r"keeps its weights for evaluation",
     "moments": r"the optimizer does not have what .* gave it",

@@ -139,6 +139,13 @@ RULES: tuple[Rule, ...] = (
         _above("check/critic", lambda c: c.alarms.gradient or GRADIENT[c.model.dtype], "alarms.gradient"),
     ),
     Rule(
+        "stale-keys",
+        "sync.pause, and the reset of running requests after an update",
+        _above(
+            "check/stale_keys", lambda c: c.sync.sample_tolerance or TOLERANCES[c.model.dtype], "sync.sample_tolerance"
+        ),
+    ),
+    Rule(
         "router",
         "the denominators of the routers' losses, and what detaches them from the routers",
         _above("check/router", lambda c: c.alarms.loss, "alarms.loss"),

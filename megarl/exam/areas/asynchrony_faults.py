@@ -240,7 +240,6 @@ FAULTS: tuple[Fault, ...] = (
         settings=("sync.order=admission", "rollout.segment_tokens=2", "rollout.budget_tokens=3"),
         within=2,
         begins=2,
-        unseen="No check looks at versions within a response.",
     ),
     Fault(
         "unfinished-kept",
