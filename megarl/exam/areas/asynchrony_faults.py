@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace as change
 from typing import Any
 
+from megarl.exam.areas.engine_faults import GOING_ON
 from megarl.exam.fault import Fault, wrap
 
 
@@ -70,7 +71,10 @@ def _first_enders() -> None:
 
 def _mixed_versions_unmarked() -> None:
     from megarl.core.schema import WeightsSpan
+    from megarl.exam.areas.engine_faults import slow_down
     from megarl.explore.recording import model
+
+    slow_down()
 
     def around(original: Any, *args: Any) -> Any:
         turn = original(*args)
@@ -237,7 +241,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="lag",
         job="late",
         install=_mixed_versions_unmarked,
-        settings=("sync.order=admission", "rollout.segment_tokens=2", "rollout.budget_tokens=3"),
+        settings=GOING_ON,
         within=2,
         begins=2,
     ),

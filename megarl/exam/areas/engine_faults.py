@@ -17,16 +17,23 @@ def _keep_prefix_cache() -> None:
     wrap_in(Scheduler, "reset_prefix_cache", lambda original, *args, **kwargs: True)
 
 
-def _keep_running_keys() -> None:
+def slow_down() -> None:
+    """Let responses of a small job last over a sync; not a fault."""
     import time
 
     from vllm.v1.core.sched.scheduler import Scheduler
 
     def slow(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-        time.sleep(0.2)  # no fault: responses of a small job would end before a sync
+        time.sleep(0.2)
         return original(self, *args, **kwargs)
 
     wrap_in(Scheduler, "schedule", slow)
+
+
+def _keep_running_keys() -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    slow_down()
 
     def reset(original: Any, self: Any, *args: Any, **kwargs: Any) -> bool:
         original(self)  # without those of running requests
@@ -271,6 +278,8 @@ def _force_end() -> None:
 MOVES = ("algorithm.entropy_coef=0.1", "trainer.optimizer.lr=1e-3")
 """Updates that change the weights at every step, whatever the rewards are."""
 LONG = (*MOVES, "model.path={folder}/long")
+GOING_ON = ("sync.pause=keep", "rollout.max_response_tokens=96", *LONG)
+"""Responses that go on after a sync, where engines are slow (``slow_down``)."""
 SHARED_PREFIX = (*LONG, "taskset.train_size=8", "taskset.options.min_terms=14", "taskset.options.max_terms=14")
 """Tasks that come again at every step, and prompts longer than a block of the prefix cache."""
 
@@ -314,7 +323,7 @@ FAULTS: tuple[Fault, ...] = (
         job="late",
         install=_keep_running_keys,
         begins=2,
-        settings=("sync.pause=keep", "rollout.max_response_tokens=96", *LONG),
+        settings=GOING_ON,
         within=2,
     ),
     Fault(
