@@ -66,7 +66,7 @@ def _slow_groups_dropped() -> None:
 def _first_enders() -> None:
     from megarl.buffer.store import claims
 
-    wrap(claims.samples_of, lambda original, group_size, sampling: original(group_size, sampling) + 4)
+    wrap(claims.samples_of, lambda original, group_size, sampling: original(group_size, sampling) + group_size)
 
 
 def _mixed_versions_unmarked() -> None:

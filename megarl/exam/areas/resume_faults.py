@@ -372,7 +372,12 @@ FAULTS: tuple[Fault, ...] = (
         alarm="best",
         job="resume",
         install=_best_forgotten,
-        settings=("trainer.checkpoint_interval=1", "trainer.keep_best=val/accuracy", "trainer.keep_checkpoints=1", "trainer.eval_interval=2"),
+        settings=(
+            "trainer.checkpoint_interval=1",
+            "trainer.keep_best=val/accuracy",
+            "trainer.keep_checkpoints=1",
+            "trainer.eval_interval=2",
+        ),
         within=2,
         begins=3,
     ),

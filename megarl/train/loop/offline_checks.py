@@ -32,7 +32,9 @@ class OfflineChecks:
         """Sum of differences of gradients, and of their sizes."""
         self._wrong: list[str] = []
 
-    def watching(self, objective: Objective, sequences: Sequences, updates: Sequence[Sequence[Sequence[int]]]) -> Objective:
+    def watching(
+        self, objective: Objective, sequences: Sequences, updates: Sequence[Sequence[Sequence[int]]]
+    ) -> Objective:
         """Return the objective of a step on pairs of responses, whose gradients are compared as they pass; another
         objective is returned as it is.
 

@@ -38,8 +38,8 @@ class EqualEpisodes(Part):
             self._found = len(ended)
             self._reporter.log(
                 f"alarm environment: step {state.step + 1}: {len(ended)} episodes ended at a response after which the "
-                f"environment answered in an equal episode, the first {name_of(ended[0])}; look at what the environment "
-                "does when it fails: an exception ends an episode without a verdict"
+                f"environment answered in an equal episode, the first {name_of(ended[0])}; look at what the "
+                "environment does when it fails: an exception ends an episode without a verdict"
             )
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:

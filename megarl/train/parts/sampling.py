@@ -25,9 +25,9 @@ from megarl.learn.models.teaching import LikeliestTokens
 from megarl.tasks import ChatTokenizer
 from megarl.train.batch.batch import StepBatch
 from megarl.train.inference.models import Models
+from megarl.train.inference.sampled_ends import WatchedHead, drops_by_length, early_ends
 from megarl.train.memory import PhaseMemory
 from megarl.train.part import Metrics, Part
-from megarl.train.parts.sampled_ends import WatchedHead, drops_by_length, early_ends
 from megarl.train.ranks import TrainState
 
 EVERY = 10

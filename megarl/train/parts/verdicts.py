@@ -16,9 +16,9 @@ from megarl.core.schema import Reward, Task, Trajectory, name_of
 from megarl.core.text import opens_thinking
 from megarl.rewards.again import COSTLY, SecondVerifier
 from megarl.rewards.verdict import NO_VERDICT, format_reward, language_consistency, language_of, repetition_penalty
+from megarl.rewards.wrong_answers import WrongAnswer, accepted, wrong_answers
 from megarl.tasks import ChatTokenizer
 from megarl.train.part import Metrics, Part, StepData
-from megarl.train.parts.wrong_answers import WrongAnswer, accepted, wrong_answers
 from megarl.train.ranks import Reporter, RunContext, TrainState
 
 WAIT_S = 1.0

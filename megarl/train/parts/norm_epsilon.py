@@ -66,7 +66,11 @@ def wrong_norms(stage: torch.nn.Module, config: Mapping[str, Any]) -> list[str]:
     found = []
     for name, module in stage.named_modules():
         weight = getattr(module, "weight", None)
-        if not type(module).__name__.endswith("RMSNorm") or weight is None or tuple(weight.shape) not in ((width,), (own,)):
+        if (
+            not type(module).__name__.endswith("RMSNorm")
+            or weight is None
+            or tuple(weight.shape) not in ((width,), (own,))
+        ):
             continue
         x = torch.ones_like(weight)
         x[1::2] = -1.0

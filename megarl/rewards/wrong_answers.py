@@ -31,7 +31,9 @@ def wrong_answers(tasks: Sequence[Task]) -> Iterator[WrongAnswer]:
     Args:
         tasks: Tasks with verifiers that cost little.
     """
-    truths = {task.task_id: str(task.ground_truth).strip() for task in tasks if isinstance(task.ground_truth, str | int)}
+    truths = {
+        task.task_id: str(task.ground_truth).strip() for task in tasks if isinstance(task.ground_truth, str | int)
+    }
     short = [task for task in tasks if 0 < len(truths.get(task.task_id, "")) <= LONGEST]
     for task in short[:NUMBER]:
         own, kind = truths[task.task_id], task.data_source
@@ -52,6 +54,6 @@ def accepted(replies: Sequence[tuple[WrongAnswer, Mapping[str, Any]]]) -> str | 
         return None
     first = right[0]
     return (
-        f"{len(right)} of {len(replies)} lists of other rows' answers count as right, the first {first.text!a:.100} for "
-        f"task {first.task.task_id}, whose answer is {str(first.task.ground_truth)!a:.100}"
+        f"{len(right)} of {len(replies)} lists of other rows' answers count as right, the first {first.text!a:.100} "
+        f"for task {first.task.task_id}, whose answer is {str(first.task.ground_truth)!a:.100}"
     )
