@@ -173,7 +173,7 @@ def _groups_of_one() -> None:
     _of_baseline(lambda e: (e.group_id, e.index))
 
 
-LONG = ("sync.order=admission", "model.path={folder}/long", "trainer.tasks_per_step=16")
+LONG = ("sync.order=admission", "model.path={folder}/long", "trainer.tasks_per_step=32")
 """Responses of many lengths, of all groups."""
 FAULTS: tuple[Fault, ...] = (
     Fault(

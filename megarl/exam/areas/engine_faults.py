@@ -278,7 +278,7 @@ def _force_end() -> None:
 MOVES = ("algorithm.entropy_coef=0.1", "trainer.optimizer.lr=1e-3")
 """Updates that change the weights at every step, whatever the rewards are."""
 LONG = (*MOVES, "model.path={folder}/long")
-GOING_ON = ("sync.pause=keep", "rollout.max_response_tokens=96", "rollout.temperature=1.5", *LONG)
+GOING_ON = ("sync.pause=keep", "rollout.max_response_tokens=96", "rollout.max_num_seqs=8", *LONG)
 """Responses that go on after a sync, where engines are slow (``slow_down``)."""
 SHARED_PREFIX = (*LONG, "taskset.train_size=8", "taskset.options.min_terms=14", "taskset.options.max_terms=14")
 """Tasks that come again at every step, and prompts longer than a block of the prefix cache."""

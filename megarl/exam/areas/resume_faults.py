@@ -374,6 +374,7 @@ FAULTS: tuple[Fault, ...] = (
         install=_best_forgotten,
         settings=(
             "trainer.checkpoint_interval=1",
+            "trainer.async_checkpoint=false",
             "trainer.keep_best=val/accuracy",
             "trainer.keep_checkpoints=1",
             "trainer.eval_interval=2",

@@ -33,6 +33,8 @@ from megarl.train.ranks import TrainState
 EVERY = 10
 """Steps from one forward pass over ``TOKENS`` tokens to the next, so that it costs little in small jobs too."""
 TOKENS = 2048
+FIRST_TIMES = 4
+"""Factor of ``TOKENS`` in a run's first step: most faults are there from the start."""
 LIKELIEST = 16
 """Tokens of a place that are compared with the sampled one."""
 SHARES = (0.5, 0.8, 0.9, 0.95)
@@ -66,15 +68,15 @@ class SamplingChecks(Part):
         texts, logp = (sequences.together(each)[: len(rows)] for each in whole_responses(sequences))
         self._found["check/equal_samples"] = evidence(repeats(rows, texts.tolist(), logp.exp().tolist()))
         if state.step % EVERY == 0:  # of the step alone: a resumed run has the metrics of one left alone
-            self._found |= self._likeliest(batch)
+            self._found |= self._likeliest(batch, TOKENS * (1 if state.step else FIRST_TIMES))
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
         metrics |= self._found
 
-    def _likeliest(self, batch: StepBatch) -> Metrics:
+    def _likeliest(self, batch: StepBatch, most: int) -> Metrics:
         """Compare some of the step's tokens with the likeliest ones of the weights that sampled them. Every rank calls
         it."""
-        sequences = some_of(batch.sequences, len(batch.rows), TOKENS)
+        sequences = some_of(batch.sequences, len(batch.rows), most)
         if sequences is None or batch.sequences.images is not None:
             return {}
         self._memory.enter(Phase.UPDATE)  # the next phase, which has the actor
