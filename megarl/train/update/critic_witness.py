@@ -16,7 +16,6 @@ from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.train.batch.batch import StepBatch
 from megarl.train.update.witness import plain_advantages
 
-
 SMALL = 0.01
 """Size below which a value's difference does not grow relative to it: an untrained head's values are rounding."""
 
