@@ -96,6 +96,7 @@ STEPS: dict[str, str] = {
     "best": "The checkpoint kept as the best is not the best of the run.",
     "duplicates": "Most training rows ask a question that another row asks.",
     "same-prompts": "Tasks with different answers have the same prompt.",
+    "answers": "Right answers are those of other rows; no check of it.",
     "answer-in-prompt": "Prompts have their expected answer.",
     "lost-rows": "The store has fewer tasks than the files have rows.",
     "preferences": "Chosen answers are less likely than rejected ones from the start: look at the columns.",
