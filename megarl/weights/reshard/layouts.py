@@ -188,7 +188,7 @@ def dist_layout(
 
 
 def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: TransformerImpl, mtp: bool) -> Iterator[_Spot]:
-    alike = len(sizes.moe_layers) in (0, sizes.num_layers)
+    alike = len(sizes.moe_layers) in (0, sizes.num_layers) and not sizes.delta_layers
     owners = Owners(((0,),))
     for param, occurrence in _in_order(arch, sizes, mtp):
         if param.op is Op.TIED and sizes.tied:
@@ -204,6 +204,10 @@ def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: Transfo
             name = MEGATRON_LAYER.format(occurrence.layer) + name
         if occurrence.expert is not None:
             stack, lead = (*stack, sizes.experts), (*lead, occurrence.expert)
+        if param.op is Op.SECTIONS:
+            for part, key in zip(param.hf, param.keys, strict=True):
+                yield _Spot(Op.SAME, part.shard, (part,), occurrence, f"{name}.{key}", owners, stack, lead)
+            continue
         yield _Spot(param.op, param.hf[0].shard, parts_of(param, sizes), occurrence, name, owners, stack, lead)
 
 
