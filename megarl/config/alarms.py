@@ -30,7 +30,7 @@ class AlarmsConfig:
     turns and rows. Each takes about a millisecond."""
     verdicts: NonNegative = 4
     """Trained responses of each step whose verdicts are asked for again, in a process of its own; not those of programs
-    and judges. An answer takes the verifier's time once more: milliseconds, beside seconds of sampling."""
+    and judges. In an attempt's first step 16 times as many. An answer takes the verifier's time once more."""
     groups: bool = True
     """Compare each step's groups with the store's rows: earlier use, number, lag, the order of tasks and seeds."""
     entropy: UnitInterval | None = 0.1

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.config.algorithms import AlgorithmConfig, PPOConfig, ReinforcePPConfig, ReMaxConfig
+from megarl.config.algorithms import AlgorithmConfig, PPOConfig, PreferenceConfig, ReinforcePPConfig, ReMaxConfig
 
 BY_GROUP = frozenset({"grpo", "gspo", "cispo", "rloo", "reinforce_pp_baseline"})
 COVERED = BY_GROUP | {"ppo", "reinforce_pp", "remax"}
@@ -245,3 +245,45 @@ def value_gradient(config: PPOConfig, values: torch.Tensor, old: torch.Tensor, r
     is_bound = (bounded - returns).abs() > gradient.abs()
     inside = (values - old).abs() <= config.value_clip
     return torch.where(is_bound & ~inside, 0.0, gradient)
+
+
+def router_gradient(
+    logits: torch.Tensor, row: torch.Tensor, topk: int, coefficients: tuple[float, float], size: tuple[int, int]
+) -> torch.Tensor:
+    """Return the gradient of the routers' losses by each logit, float64 [t, E], for softmax routers.
+
+    balance = (1/N) Σ_n Σ_e f_{n,e}·P_{n,e}, with f the experts' shares of the choices times E, and P their mean
+    probabilities; z = (1/T) Σ_t logsumexp(logits_t)².
+
+    Args:
+        logits: float64 [t, E], of whole sequences.
+        row: int64 [t]: sequence of each token.
+        coefficients: Weights of balance and z.
+        size: (N, T): sequences and tokens of the whole update.
+    """
+    experts, rows = logits.shape[1], int(row.max()) + 1 if len(row) else 0
+    p = logits.softmax(1)
+    chosen = torch.zeros_like(p).scatter_(1, p.topk(topk, 1).indices, 1.0)
+    lengths = torch.bincount(row, minlength=rows).to(p).clamp(min=1.0)
+    shares = torch.zeros(rows, experts).to(p).index_add_(0, row, chosen) * experts / (topk * lengths[:, None])
+    of_p = (shares / lengths[:, None])[row] / size[0]
+    of_balance = p * (of_p - (p * of_p).sum(1, keepdim=True))
+    of_z = 2.0 * logits.logsumexp(1, keepdim=True) * p / size[1]
+    return coefficients[0] * of_balance + coefficients[1] * of_z
+
+
+def preference_gradient(config: PreferenceConfig, ratio: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of the sum of DPO's or IPO's losses by each log-prob, float64 [M].
+
+    Args:
+        ratio: float64 [M]: log-prob minus the reference's, of each token in the loss.
+        row: int64 [M]: 2i of the chosen, 2i + 1 of the rejected response of pair i.
+    """
+    pairs = int(row.max()) // 2 + 1 if len(row) else 0
+    chosen, rejected = _per_row(ratio, row, 2 * pairs).view(-1, 2).unbind(1)
+    h, beta, smoothing = chosen - rejected, config.beta, config.label_smoothing
+    if config.preference == "ipo":
+        slope = 2.0 * (h - 0.5 / beta)
+    else:
+        slope = beta * ((beta * h).sigmoid() * smoothing - (-beta * h).sigmoid() * (1.0 - smoothing))
+    return torch.where(row % 2 == 0, 1.0, -1.0) * slope[row // 2]

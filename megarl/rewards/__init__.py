@@ -23,5 +23,6 @@ FACE = (
     "school.verifier",
     "teacher_server",
     "verdict",
+    "wrong_answers",
 )
 """Modules that other packages may import."""

@@ -36,7 +36,6 @@ from megarl.rewards.verdict import LATE, to_verdict, with_question
 
 COSTLY = ("", CODE, JUDGE, LATE)
 """BareVerifiers that are not asked again: they start programs, ask a model, or are people."""
-SEND_S = 1.0
 
 
 class SecondVerifier:
@@ -52,6 +51,8 @@ class SecondVerifier:
         self._asked: dict[int, float] = {}
         """Number of a question without a reply -> time until which it is awaited."""
         self._number, self._bytes = 0, b""
+        self._unsent = bytearray()
+        """Questions that the socket has no room for yet: the process reads none while it starts."""
 
     def start(self) -> None:
         """Start the process; do nothing if it runs."""
@@ -68,7 +69,7 @@ class SecondVerifier:
                 pass_fds=[its.fileno()],
                 process_group=0,
             )
-        ours.settimeout(SEND_S)
+        ours.setblocking(False)
         self._socket = ours
         self._send(to_dict(self._config))
 
@@ -100,7 +101,16 @@ class SecondVerifier:
         with selectors.DefaultSelector() as selector:
             if self._socket is not None:
                 selector.register(self._socket, selectors.EVENT_READ)
-            while self._asked and self._socket is not None and selector.select(max(0.0, until - time.monotonic())):
+            while self._asked and self._socket is not None:
+                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._unsent else 0)
+                selector.modify(self._socket, events)
+                ready = selector.select(max(0.0, until - time.monotonic()))
+                if not ready:
+                    break
+                if ready[0][1] & selectors.EVENT_WRITE:
+                    self._flush()
+                if not ready[0][1] & selectors.EVENT_READ or self._socket is None:
+                    continue
                 with suppress(OSError):
                     self._bytes += (data := self._socket.recv(2**16))
                     if data:
@@ -121,12 +131,21 @@ class SecondVerifier:
         if self._socket is not None:
             self._socket.close()
         self._socket, self._bytes = None, b""
+        self._unsent.clear()
         self._asked.clear()
 
     def _send(self, content: dict[str, Any]) -> bool:
+        self._unsent += json.dumps(content).encode() + b"\n"
+        return self._flush()
+
+    def _flush(self) -> bool:
+        """Send as much as the socket takes; return False if the process has ended."""
         assert self._socket is not None
         try:
-            self._socket.sendall(json.dumps(content).encode() + b"\n")
+            while self._unsent:
+                del self._unsent[: self._socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
         except OSError:
             self.close()
             return False

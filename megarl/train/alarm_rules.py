@@ -139,6 +139,28 @@ RULES: tuple[Rule, ...] = (
         _above("check/critic", lambda c: c.alarms.gradient or GRADIENT[c.model.dtype], "alarms.gradient"),
     ),
     Rule(
+        "stale-keys",
+        "sync.pause, and the reset of running requests after an update",
+        _above(
+            "check/stale_keys", lambda c: c.sync.sample_tolerance or TOLERANCES[c.model.dtype], "sync.sample_tolerance"
+        ),
+    ),
+    Rule(
+        "router",
+        "the denominators of the routers' losses, and what detaches them from the routers",
+        _above("check/router", lambda c: c.alarms.loss, "alarms.loss"),
+    ),
+    Rule(
+        "length-bias",
+        "what drops, repeats or reorders long responses before they are trained",
+        _above("check/early_ends", lambda c: c.alarms.chance, "alarms.chance"),
+    ),
+    Rule(
+        "precision",
+        "casts before the output layer, and model.head_dtype where the head is made",
+        _above("check/head_dtype", lambda c: 0.0, "the share of ranks whose head may compute in another type"),
+    ),
+    Rule(
         "reference",
         "weights that the reference shares with the actor, what refreshes it, and its temperature",
         _above(

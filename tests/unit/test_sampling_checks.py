@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from megarl.core.schema import Outcome, Reward
 from megarl.learn.batching import Sequences
+from megarl.train.inference.sampled_ends import early_ends
 from megarl.train.parts.sampling import end_faults, evidence, likeliest, repeats, some_of, whole_responses
 
 END = 9
@@ -76,3 +78,14 @@ def test_some_sequences_fit_and_old_tokens_are_left_out() -> None:
     assert found is not None and found.lengths.tolist() == [3, 4]
     assert found.mask.tolist() == [False, True, False, True, True, True, False]
     assert some_of(given, 3, 2) is None
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_ends_that_come_earlier_than_their_probabilities_allow_are_found(dropped: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.zeros(160, dtype=torch.int64).geometric_(0.2, generator=generator).sort().values
+    kept = lengths[: 100 if dropped else 160]
+    sampled = torch.cat([torch.tensor([5] * (int(n) - 1) + [9]) for n in kept])
+    ids = torch.tensor([[5, 9]]).expand(len(sampled), 2)
+    odds = torch.tensor([[0.8, 0.2]], dtype=torch.float64).expand(len(sampled), 2)
+    assert (evidence(early_ends(sampled, ids, odds, torch.tensor([9]))) > BOUND) is dropped

@@ -45,11 +45,15 @@ ORDER = (
     "KeptBatches",
     "AveragedActor",
     "DrainAhead",
+    "BestKept",
+    "PriorityDraws",
+    "EqualEpisodes",
     "TruncationLine",
     "AccountLine",
     "PredictedSeconds",
     "SamplingChecks",
     "Resumed",
+    "Norms",
     "StoredGroups",
     "Verdicts",
     "Alarms",  # tests what the other parts have measured
@@ -73,7 +77,7 @@ def test_parts_are_called_in_this_order() -> None:
 
 
 def test_a_job_without_further_settings_has_its_log_and_its_prediction_alone() -> None:
-    assert set(wanted(Config())) <= {"FixedReference", "ComparedTurns", *ORDER[-8:]}
+    assert set(wanted(Config())) <= {"FixedReference", "ComparedTurns", *ORDER[-9:]}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,9 @@ def test_a_job_without_further_settings_has_its_log_and_its_prediction_alone() -
         ({"trainer.keep_batches": True}, "KeptBatches"),
         ({"evaluation.average": 0.9}, "AveragedActor"),
         ({"sync.max_staleness": 1}, "DrainAhead"),
+        ({"trainer.keep_best": "val/accuracy"}, "BestKept"),
+        ({"taskset.order": "prioritized"}, "PriorityDraws"),
+        ({"rollout.workflow": "environment"}, "EqualEpisodes"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

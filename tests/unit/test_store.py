@@ -675,6 +675,8 @@ def test_the_success_of_tasks_is_that_of_their_newest_used_group(store: Store) -
     assert store.groups.successes(1, 1) == {}
     store.rollouts.discard(1)
     assert store.groups.successes(0, 2) == {"train/0": 1.0, "train/1": 0.25}
+    assert store.facts.right_shares(0, 2) == store.groups.successes(0, 2)
+    assert store.facts.right_shares(0, 1) == store.groups.successes(0, 1) != store.facts.right_shares(1, 2)
 
 
 def test_an_evaluation_and_successes_scan_no_table_of_groups(tmp_path: Path) -> None:
@@ -753,7 +755,8 @@ def test_every_write_is_in_the_table_of_writes(store: Store) -> None:
         "experts.imports",
         "experts.read",
         "experts.scored_trajectories",
-        *(f"facts.{name}" for name in ("groups", "last_step", "seeds", "steps_of_versions", "task_order", "tasks")),
+        *(f"facts.{name}" for name in ("groups", "last_step", "right_shares", "seeds", "steps_of_versions")),
+        *(f"facts.{name}" for name in ("task_order", "tasks")),
         "groups.array_bytes",
         "groups.arrays",
         "groups.ids",

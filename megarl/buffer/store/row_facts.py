@@ -9,9 +9,9 @@ from typing import NamedTuple
 from sqlalchemy import func, select
 
 from megarl.buffer.store.codec import task_from_row
-from megarl.buffer.store.tables import GROUPS, ROLLOUTS, STEPS, TASKS, VERSIONS
+from megarl.buffer.store.tables import GROUPS, ROLLOUTS, STEPS, TASKS, TRAJECTORIES, VERSIONS
 from megarl.buffer.store.transactions import Transactions
-from megarl.core.schema import Task
+from megarl.core.schema import GREEDY, Task
 
 
 class GroupFacts(NamedTuple):
@@ -61,6 +61,24 @@ class FactTable:
         query = query.where(ROLLOUTS.c.kind == "train", ROLLOUTS.c.sequence > after).order_by(ROLLOUTS.c.sequence)
         rows = self._database.read(lambda connection: connection.execute(query).all())
         return [(row.sequence, row.rollout_id, json.loads(row.sampling).get("seed")) for row in rows]
+
+    def right_shares(self, after: int, until: int) -> dict[str, float]:
+        """Return task id -> share of right responses in the task's newest training group that steps ``after`` + 1 to
+        ``until`` have used; responses without a verdict do not count."""
+        order = (GROUPS.c.used_by, ROLLOUTS.c.sequence, GROUPS.c.position)
+        query = (
+            select(GROUPS.c.group_id, GROUPS.c.task_id, TRAJECTORIES.c.status, *order)
+            .join(ROLLOUTS, ROLLOUTS.c.rollout_id == GROUPS.c.rollout_id)
+            .join(TRAJECTORIES, TRAJECTORIES.c.group_id == GROUPS.c.group_id)
+            .where(GROUPS.c.used_by > after, GROUPS.c.used_by <= until, ROLLOUTS.c.kind == "train")
+            .where(TRAJECTORIES.c.index != GREEDY)
+        )
+        rows = self._database.read(lambda connection: connection.execute(query).all())
+        of_groups: dict[tuple[str, str], list[bool]] = {}
+        for row in sorted(rows, key=lambda row: (row.used_by, row.sequence, row.position)):
+            if row.status in ("ok", "wrong"):
+                of_groups.setdefault((row.task_id, row.group_id), []).append(row.status == "ok")
+        return {task: sum(right) / len(right) for (task, _), right in of_groups.items()}
 
     def last_step(self) -> int:
         """Return the number of the last step that was recorded; 0 before the first."""

@@ -77,8 +77,8 @@ class Scores(NamedTuple):
 
 @dataclass(frozen=True)
 class FarText:
-    """A fixed text as long as an engine's context, and tokens that may follow it. A short text does not reveal an
-    attention window or rotary scaling that only one side has."""
+    """A fixed text, and tokens that may follow it. A short text does not reveal an attention window or rotary scaling
+    that only one side has. A text that comes again after each sync reveals kept keys and values of older weights."""
 
     token_ids: Sequence[int]
     candidates: Sequence[int]
@@ -86,6 +86,9 @@ class FarText:
     trainer_logp: Sequence[float]
     """Log-probs of the candidates at temperature 1; used on rank 0 only."""
     tolerance: float
+    repeated: bool = False
+    """The text comes again after each sync, without its prompt's log-probs, so that the engine may answer it from its
+    prefix cache."""
 
     def check(self, engine: Scores) -> None:
         """Compare the log-prob of an engine's sampled candidate, normalised over the candidates. Raises
@@ -96,6 +99,13 @@ class FarText:
         expected = self.trainer_logp[self.candidates.index(token)] - whole
         [share] = _shares([logp], [expected])
         if not share <= WORST * self.tolerance:
+            if self.repeated:
+                raise WeightsDiffer(
+                    f"the log-prob of token {token} after a text that comes again at each sync is {logp:.6f}, by the "
+                    f"trainer {expected:.6f}, {share:.2e} of max(1, its size) apart, more than {WORST:g} times "
+                    f"sync.probe_tolerance={self.tolerance:g}: the engine kept its prefix cache of older weights; look "
+                    "at the reset of the cache after an update"
+                )
             raise WeightsDiffer(
                 f"after {len(self.token_ids)} tokens the log-prob of token {token} among {len(self.candidates)} is "
                 f"{logp:.6f} in the engine and {expected:.6f} in the trainer, {share:.2e} of max(1, its size) apart, "

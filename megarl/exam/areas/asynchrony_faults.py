@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace as change
 from typing import Any
 
+from megarl.exam.areas.engine_faults import GOING_ON
 from megarl.exam.fault import Fault, wrap
 
 
@@ -65,12 +66,15 @@ def _slow_groups_dropped() -> None:
 def _first_enders() -> None:
     from megarl.buffer.store import claims
 
-    wrap(claims.samples_of, lambda original, group_size, sampling: original(group_size, sampling) + 4)
+    wrap(claims.samples_of, lambda original, group_size, sampling: original(group_size, sampling) + group_size)
 
 
 def _mixed_versions_unmarked() -> None:
     from megarl.core.schema import WeightsSpan
+    from megarl.exam.areas.engine_faults import slow_down
     from megarl.explore.recording import model
+
+    slow_down()
 
     def around(original: Any, *args: Any) -> Any:
         turn = original(*args)
@@ -85,12 +89,10 @@ def _unfinished_kept() -> None:
     numbers = itertools.count(1)
 
     async def around(original: Any, sampler: Any, request: Any) -> Any:
-        found = await original(sampler, request)
-        kept = len(found.token_ids) - 1
-        if next(numbers) % 4 or kept < 1:
-            return found
-        spans = tuple(span._replace(end=min(span.end, kept)) for span in found.versions if span.start < kept)
-        return change(found, token_ids=found.token_ids[:kept], logprobs=found.logprobs[:kept], versions=spans)
+        if next(numbers) % 3:
+            return await original(sampler, request)
+        found = await original(sampler, change(request, max_tokens=1))
+        return change(found, finish_reason="stop")
 
     wrap(SegmentSampler.sample, around)
 
@@ -171,6 +173,8 @@ def _groups_of_one() -> None:
     _of_baseline(lambda e: (e.group_id, e.index))
 
 
+LONG = ("sync.order=admission", "model.path={folder}/long", "trainer.tasks_per_step=32")
+"""Responses of many lengths, of all groups."""
 FAULTS: tuple[Fault, ...] = (
     Fault(
         "version-ahead",
@@ -219,8 +223,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="length-bias",
         job="late",
         install=_slow_groups_dropped,
-        within=3,
-        unseen="No check compares the lengths of trained and of sampled responses.",
+        settings=LONG,
     ),
     Fault(
         "first-enders",
@@ -229,8 +232,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="length-bias",
         job="tiny",
         install=_first_enders,
-        within=3,
-        unseen="No check compares the lengths of trained and of sampled responses.",
+        settings=LONG,
     ),
     Fault(
         "mixed-versions-unmarked",
@@ -239,16 +241,15 @@ FAULTS: tuple[Fault, ...] = (
         alarm="lag",
         job="late",
         install=_mixed_versions_unmarked,
-        settings=("sync.order=admission", "rollout.segment_tokens=2", "rollout.budget_tokens=3"),
+        settings=GOING_ON,
         within=2,
         begins=2,
-        unseen="No check looks at versions within a response.",
     ),
     Fault(
         "unfinished-kept",
         "radixark/miles#2589",
         "A response that a weight update aborts is kept as a finished one.",
-        alarm="unfinished",
+        alarm="no-end",
         job="late",
         install=_unfinished_kept,
     ),

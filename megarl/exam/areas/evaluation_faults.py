@@ -162,7 +162,7 @@ FAULTS: tuple[Fault, ...] = (
         "system-block-twice",
         "NVIDIA-NeMo/RL#4185",
         "Held-out prompts have the template's system block twice, training prompts once.",
-        alarm="eval-prompts",
+        alarm="template",
         job="evaluated",
         install=_repeat_system,
         within=2,

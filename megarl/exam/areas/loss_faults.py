@@ -848,7 +848,6 @@ FAULTS: tuple[Fault, ...] = (
         job="tiny",
         install=_head_in_low_precision,
         settings=("model.dtype=bfloat16", "model.head_dtype=float32"),
-        unseen="No check of the head's type.",
     ),
     Fault(
         "balance-of-each-micro-batch",
@@ -858,7 +857,6 @@ FAULTS: tuple[Fault, ...] = (
         job="moe",
         install=_balance_of_each_micro_batch,
         settings=("model.router.aux_loss_coef=0.01", "trainer.max_tokens_per_micro_batch=160"),
-        unseen="No check of the routers' losses.",
     ),
     Fault(
         "balance-ignores-the-choice",
@@ -868,7 +866,6 @@ FAULTS: tuple[Fault, ...] = (
         job="moe",
         install=_balance_ignores_the_choice,
         settings=("model.router.aux_loss_coef=0.01",),
-        unseen="No check of the routers' losses.",
     ),
     Fault(
         "packed-sequences-see-each-other",
@@ -894,7 +891,6 @@ FAULTS: tuple[Fault, ...] = (
         alarm="loss",
         job="dpo",
         install=_preference_averaged_over_padding,
-        unseen="No check of offline pairs.",
     ),
     Fault(
         "end-token-outside-the-preference",
@@ -903,6 +899,5 @@ FAULTS: tuple[Fault, ...] = (
         alarm="mask",
         job="dpo",
         install=_end_token_outside_the_preference,
-        unseen="No check of offline pairs.",
     ),
 )

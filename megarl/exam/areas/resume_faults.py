@@ -315,7 +315,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="step-gap",
         job="resume",
         install=_step_counted_twice,
-        begins=3,
+        begins=4,
     ),
     Fault(
         "reference-of-actor",
@@ -372,7 +372,13 @@ FAULTS: tuple[Fault, ...] = (
         alarm="best",
         job="resume",
         install=_best_forgotten,
-        settings=("trainer.keep_best=val/accuracy", "trainer.keep_checkpoints=1", "trainer.eval_interval=2"),
+        settings=(
+            "trainer.checkpoint_interval=1",
+            "trainer.async_checkpoint=false",
+            "trainer.keep_best=val/accuracy",
+            "trainer.keep_checkpoints=1",
+            "trainer.eval_interval=2",
+        ),
         within=2,
         begins=3,
     ),

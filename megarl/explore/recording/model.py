@@ -15,7 +15,7 @@ import numpy as np
 from megarl.buffer.store import Claim
 from megarl.config.derived import context_tokens, prompt_tokens
 from megarl.config.schema import RolloutConfig
-from megarl.core.errors import DataError, PromptRefused
+from megarl.core.errors import DataError, JobError, PromptRefused
 from megarl.core.schema import GREEDY, Author, End, Reward, Task, Turn, WeightsSpan, WeightsVersion, text_digest
 from megarl.core.text import OPEN, as_written, opens_thinking, without_surrogates
 from megarl.engines.client.frames import Completion
@@ -366,6 +366,7 @@ class RolloutModel:
         turn = self.record.end_response(context, _model_turn(completion, self._claim.version), completion.prompt_ids)
         if completion.computed:
             self.record.check_computed(turn, completion.computed)
+        check_versions(turn, completion)
         return turn
 
 
@@ -397,6 +398,17 @@ def episode_seed(group_seed: int, index: int) -> int:
     """Return the seed for one trajectory's randomness besides sampling. Seeds of later turns' samples come from longer
     sequences."""
     return int(np.random.SeedSequence([group_seed, index - GREEDY]).generate_state(1)[0])
+
+
+def check_versions(turn: Turn, completion: Completion) -> None:
+    """Raise JobError if a turn records other versions of its tokens than the engine has named."""
+    named = [tuple(span) for span in completion.versions]
+    recorded = [(str(span.version), span.start, span.end) for span in turn.spans]
+    if named and all(name != "default" for name, *_ in named) and recorded != named:
+        raise JobError(
+            f"the engine has sampled a response with the weights {named} (version, start, end), and {recorded} are "
+            "recorded: importance weights would be of other policies; look at what makes turns of completions"
+        )
 
 
 def _model_turn(completion: Completion, asked: WeightsVersion) -> Turn:

@@ -21,7 +21,7 @@ Shape legend: t tokens, f width of an expert on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -61,6 +61,8 @@ class Router(TopKRouter):
 
     router_replay: Any
     """Expert choices to replay (``experts.routing_replay``), or None."""
+    witness: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None] | None = None
+    """Called with the logits [t, E] of a micro-batch's tokens, their sequences [t] and the weighted loss."""
 
     def __init__(self, settings: RouterConfig, biased: bool, **arguments: Any) -> None:
         super().__init__(**arguments)
@@ -90,10 +92,14 @@ class Router(TopKRouter):
         if self.sequence is not None and self.training and torch.is_grad_enabled():
             real = self.sequence >= 0
             self.load += chosen[real].sum(0)
-            losses = self._losses(logits.view(-1, self.num_experts)[real].float(), self.sequence[real])
+            own = logits.view(-1, self.num_experts)[real].float()
+            losses = self._losses(own, self.sequence[real])
             self.losses += losses.detach()
             weights = losses.new_tensor([self.settings.aux_loss_coef, self.settings.z_loss_coef])
-            probs = MoEAuxLossAutoScaler.apply(probs, losses @ weights)
+            weighted = losses @ weights
+            if self.witness is not None:
+                self.witness(own, self.sequence[real], weighted)
+            probs = MoEAuxLossAutoScaler.apply(probs, weighted)
         return probs, chosen
 
     def _routed(self, logits: torch.Tensor, padding_mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,6 +28,7 @@ from megarl.train.batch.batch import StepBatch, updates_of
 from megarl.train.batch.images import ImageInputs, demonstrations_of
 from megarl.train.inference.distributions import taught
 from megarl.train.inference.models import trains_scores
+from megarl.train.loop.offline_checks import OfflineChecks
 from megarl.train.loop.rank import TrainerRank, starting
 from megarl.train.ranks import TrainState
 from megarl.weights.checkpoint.formats.hf_source import score_pad
@@ -75,6 +76,7 @@ class OfflineSteps:
     def __init__(self, rank: TrainerRank) -> None:
         self.rank = rank
         self._printed = PrintedSteps(rank.config.trainer.steps)
+        self._checks = OfflineChecks(rank.config, rank.reporter)
 
     def prepare(self, state: TrainState) -> None:
         """Build the models. A reward model is built from the warm start's language model."""
@@ -125,12 +127,17 @@ class OfflineSteps:
         with phase("step", step=number):
             with phase("batch", step=number):
                 seed = data_seed(config.seed, state.rollbacks)
-                found = self.batch_of(self.rows, numbers_of_step(len(self.rows), number, config.tasks_per_step, seed))
+                numbers = numbers_of_step(len(self.rows), number, config.tasks_per_step, seed)
+                found = self.batch_of(self.rows, numbers)
                 batch = StepBatch([], [], found.sequences, updates_of(found.units, config.updates_per_step), [])
+                if rank.models.actor.model.head is not None:
+                    self._checks.compare_masks(found.sequences, [pair for i in numbers for pair in self.rows.units[i]])
             with phase("inference", step=number):
                 rank.inference.fill(batch)
             with phase("update", step=number):
-                state, metrics = rank.learner.update(state, batch, self.objective_of(found), rank.config.algorithm)
+                objective = self._checks.watching(self.objective_of(found), found.sequences, batch.updates)
+                state, metrics = rank.learner.update(state, batch, objective, rank.config.algorithm)
+            metrics |= self._checks.metrics(state.step + 1, metrics)
             state = rank.end_step(state, metrics, None)
         tokens, printed = len(found.sequences.tokens), self._printed.is_due(state.step)
         rank.reporter.record_step(state.step, metrics, tokens=tokens, console=OFFLINE_CONSOLE, printed=printed)

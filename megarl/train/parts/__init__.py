@@ -14,12 +14,16 @@ from megarl.train.parts.ahead import DrainAhead
 from megarl.train.parts.alarms import Alarms
 from megarl.train.parts.average import AveragedActor
 from megarl.train.parts.batches import KeptBatches
+from megarl.train.parts.best_kept import BestKept
 from megarl.train.parts.cold import ColdCheck
 from megarl.train.parts.colocation import Colocation
 from megarl.train.parts.compared_turns import ComparedTurns
 from megarl.train.parts.demonstrations import Demonstrations, draws_experts
+from megarl.train.parts.equal_episodes import EqualEpisodes
 from megarl.train.parts.fixed_reference import FixedReference
+from megarl.train.parts.norm_epsilon import Norms
 from megarl.train.parts.prediction import PredictedSeconds
+from megarl.train.parts.priority_draws import PriorityDraws
 from megarl.train.parts.quiet import Quiet
 from megarl.train.parts.reference import ReferenceRefresh
 from megarl.train.parts.reports import AccountLine, TruncationLine
@@ -48,11 +52,15 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.trainer.keep_batches, KeptBatches),
     (lambda c: c.evaluation.average is not None, AveragedActor),
     (lambda c: not c.rollout.is_colocated and c.sync.max_staleness > 0, DrainAhead),
+    (lambda c: c.trainer.keep_best is not None, BestKept),
+    (lambda c: c.alarms.groups and c.taskset.order == "prioritized", PriorityDraws),
+    (lambda c: c.alarms.trajectories > 0 and c.rollout.workflow == "environment", EqualEpisodes),
     (lambda c: True, TruncationLine),
     (lambda c: True, AccountLine),
     (lambda c: True, PredictedSeconds),
     (lambda c: True, SamplingChecks),
     (lambda c: True, Resumed),
+    (lambda c: True, Norms),
     (lambda c: c.alarms.groups, StoredGroups),
     (lambda c: c.alarms.verdicts > 0 and not c.reward.shuffle and not c.buffer.operators, Verdicts),
     (lambda c: True, Alarms),

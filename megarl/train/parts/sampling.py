@@ -25,6 +25,7 @@ from megarl.learn.models.teaching import LikeliestTokens
 from megarl.tasks import ChatTokenizer
 from megarl.train.batch.batch import StepBatch
 from megarl.train.inference.models import Models
+from megarl.train.inference.sampled_ends import WatchedHead, drops_by_length, early_ends
 from megarl.train.memory import PhaseMemory
 from megarl.train.part import Metrics, Part
 from megarl.train.ranks import TrainState
@@ -32,6 +33,8 @@ from megarl.train.ranks import TrainState
 EVERY = 10
 """Steps from one forward pass over ``TOKENS`` tokens to the next, so that it costs little in small jobs too."""
 TOKENS = 2048
+FIRST_TIMES = 4
+"""Factor of ``TOKENS`` in a run's first step: most faults are there from the start."""
 LIKELIEST = 16
 """Tokens of a place that are compared with the sampled one."""
 SHARES = (0.5, 0.8, 0.9, 0.95)
@@ -40,7 +43,8 @@ certain."""
 
 
 class SamplingChecks(Part):
-    """Adds ``check/no_end``, ``check/past_end``, ``check/equal_samples`` and ``check/likeliest`` to the metrics."""
+    """Adds ``check/no_end``, ``check/past_end``, ``check/equal_samples``, ``check/likeliest``,
+    ``check/early_ends`` and ``check/head_dtype`` to the metrics."""
 
     def __init__(self, config: Config, models: Models, memory: PhaseMemory) -> None:
         self._config, self._models, self._memory = config, models, memory
@@ -64,27 +68,32 @@ class SamplingChecks(Part):
         texts, logp = (sequences.together(each)[: len(rows)] for each in whole_responses(sequences))
         self._found["check/equal_samples"] = evidence(repeats(rows, texts.tolist(), logp.exp().tolist()))
         if state.step % EVERY == 0:  # of the step alone: a resumed run has the metrics of one left alone
-            self._found |= self._likeliest(batch)
+            self._found |= self._likeliest(batch, TOKENS * (1 if state.step else FIRST_TIMES))
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
         metrics |= self._found
 
-    def _likeliest(self, batch: StepBatch) -> Metrics:
+    def _likeliest(self, batch: StepBatch, most: int) -> Metrics:
         """Compare some of the step's tokens with the likeliest ones of the weights that sampled them. Every rank calls
         it."""
-        sequences = some_of(batch.sequences, len(batch.rows), TOKENS)
+        sequences = some_of(batch.sequences, len(batch.rows), most)
         if sequences is None or batch.sequences.images is not None:
             return {}
         self._memory.enter(Phase.UPDATE)  # the next phase, which has the actor
         model, size = self._models.actor.model, self._models.head.vocab_size
-        k = min(LIKELIEST, size)
+        k, head = min(LIKELIEST, size), WatchedHead(LikeliestTokens(min(LIKELIEST, size), size))
         top = torch.zeros(len(sequences.tokens), 2 * k)
-        columns = LikeliestTokens(k, size)
-        model.outputs(sequences, [model.micro_batches(sequences)], columns=columns, more=top)
+        model.outputs(sequences, [model.micro_batches(sequences)], columns=head, more=top)
         sequences.add_up(top)
         known = sequences.mask
         ids, probabilities = top[known, :k].long(), top[known, k:].double().exp()
-        return {"check/likeliest": likeliest(sequences.tokens.roll(-1)[known].long(), ids, probabilities)}
+        sampled = sequences.tokens.roll(-1)[known].long()
+        found = {"check/likeliest": likeliest(sampled, ids, probabilities)}
+        if self._config.model.head_dtype == "float32":
+            found["check/head_dtype"] = head.other_than(torch.float32)
+        if not drops_by_length(self._config):
+            found["check/early_ends"] = evidence(early_ends(sampled, ids, probabilities, self._ends))
+        return found
 
 
 def likeliest(sampled: torch.Tensor, ids: torch.Tensor, probabilities: torch.Tensor) -> float:

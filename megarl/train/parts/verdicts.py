@@ -16,6 +16,7 @@ from megarl.core.schema import Reward, Task, TokenBounds, Trajectory, name_of
 from megarl.core.text import opens_thinking
 from megarl.rewards.again import COSTLY, SecondVerifier
 from megarl.rewards.verdict import NO_VERDICT, format_reward, language_consistency, language_of, repetition_penalty
+from megarl.rewards.wrong_answers import WrongAnswer, accepted, wrong_answers
 from megarl.tasks import ChatTokenizer
 from megarl.train.part import Metrics, Part, StepData
 from megarl.train.ranks import Reporter, RunContext, TrainState
@@ -26,6 +27,8 @@ FIRST_WAIT_S = 10.0
 """The same in the first step, while the process imports verifiers."""
 WITHIN = 1e-6
 """Relative difference of two scores that are equal."""
+FIRST_TIMES = 16
+"""Factor of ``alarms.verdicts`` in the first step of an attempt: most faults are there from the start."""
 RANDOM = 9
 """Random stream of the choice of responses."""
 
@@ -38,6 +41,9 @@ class Verdicts(Part):
         self._is_first = context.rank == 0
         self._again = SecondVerifier(config.reward)
         self._open: dict[int, tuple[Trajectory, Task, str, bool]] = {}
+        self._wrong: dict[int, WrongAnswer] = {}
+        """Question -> answer that must not count as right."""
+        self._is_first_step = True
         self._found: dict[str, list[str]] = {}
         self._wait_s = FIRST_WAIT_S
         self._tokenizer: ChatTokenizer | None = None
@@ -54,8 +60,12 @@ class Verdicts(Part):
         for group in by_group(data.trajectories):
             for name, text in wrong_parts(group, config.reward, config.rollout.max_response_tokens, state.step):
                 self._say("shaping", f"{name}: {text}")
-        chosen = choice(data.trajectories, config.alarms.verdicts, np.random.default_rng([RANDOM, state.step]))
+        number = config.alarms.verdicts * (FIRST_TIMES if self._is_first_step else 1)
+        chosen = choice(data.trajectories, number, np.random.default_rng([RANDOM, state.step]))
         tasks = self._store.facts.tasks({one.task_id for one in chosen})
+        if self._is_first_step:
+            self._ask_wrong([tasks[name] for name in sorted(tasks)])
+        self._is_first_step = False
         members: dict[str, list[int]] = {}
         for one in filter(is_outline, chosen):
             members.setdefault(one.group_id, []).append(one.index)
@@ -78,6 +88,11 @@ class Verdicts(Part):
             return
         replies = self._again.replies(self._wait_s)
         self._wait_s = WAIT_S
+        wrong = [(one, replies.pop(number)) for number, one in self._wrong.items() if number in replies]
+        if wrong:
+            self._wrong.clear()
+        if (text := accepted(wrong)) is not None:
+            self._say("verifier", text)
         for number, reply in replies.items():
             one, task, text, in_thinking = self._open.pop(number)
             if "error" in reply or reply["status"] in NO_VERDICT:
@@ -93,6 +108,11 @@ class Verdicts(Part):
             )
         self._found.clear()
 
+    def _ask_wrong(self, tasks: Sequence[Task]) -> None:
+        for one in wrong_answers(tasks):
+            if (number := self._again.ask(one.task, one.text, in_thinking=False)) is not None:
+                self._wrong[number] = one
+
     def _say(self, name: str, text: str) -> None:
         self._found.setdefault(name, []).append(text)
 
@@ -103,6 +123,7 @@ class Verdicts(Part):
 HINT = {
     "verdicts": "; look at what happens between the response and its stored reward, or, if the verifier is random, set "
     "alarms.verdicts=0",
+    "verifier": "; look at how the verifier finds the answer in a text",
     "shaping": "; look at the settings of reward that add parts to a score, and where they are added",
     "no-verdict": "; look at reward.on_error and at what reads a missing verdict as 0",
 }

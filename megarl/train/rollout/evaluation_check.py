@@ -144,7 +144,7 @@ class EvaluationCheck:
         }
         if self._config.rollout.workflow in ("single_turn", "tools"):  # others write their own first messages
             tasks = store.selection.tasks_named(list(found.prompts))
-            texts["eval-prompts"] = found.templates(self._render, tasks)
+            texts["template"] = found.templates(self._render, tasks)
         return {name: text for name, text in texts.items() if text is not None}
 
     def _render(self, task: Task) -> np.ndarray:

@@ -74,13 +74,20 @@ CANDIDATES = 4
 """Number of candidate tokens after a far text."""
 
 
-def probe_text(config: Config, head: Head, model: Model, decode: int = DECODED, *, far: bool = False) -> ProbeText:
+BLOCKS = 2
+"""Blocks of an engine's cache that the repeated text fills."""
+
+
+def probe_text(
+    config: Config, head: Head, model: Model, decode: int = DECODED, *, far: bool = False, repeated: bool = False
+) -> ProbeText:
     """Make the probe of a model's current weights. Every rank calls it.
 
     Args:
         head: Head of a model with the tokens that engines sample (``Models.head``).
         decode: Maximum number of tokens that an engine samples after the text.
         far: Add texts as long as half the context and the whole context.
+        repeated: Add a text that an engine with a kept prefix cache answers from older weights.
     """
     tolerance = config.sync.probe_tolerance
     length = min(config.sync.probe_tokens, prompt_tokens(config.rollout))
@@ -92,9 +99,14 @@ def probe_text(config: Config, head: Head, model: Model, decode: int = DECODED, 
     decode = max(0, min(decode, context_tokens(config.rollout) - length - 2))
     probe = ProbeText(tokens.tolist(), logp[:-1].tolist(), tolerance, decode)
     longest = context_tokens(config.rollout) - 2
-    if not far or longest <= length or config.sync.method == "checkpoint":  # whose readers use the short text
+    if longest <= length or config.sync.method == "checkpoint":  # whose readers use the short text
         return probe
-    return replace(probe, far=[_far_text(head, model, size, tolerance) for size in sorted({longest // 2, longest})])
+    sizes = sorted({longest // 2, longest}) if far else []
+    texts = [_far_text(head, model, size, tolerance) for size in sizes]
+    if repeated and longest > config.rollout.block_size:
+        size = min(BLOCKS * config.rollout.block_size + 1, longest)
+        texts.append(replace(_far_text(head, model, size, tolerance), repeated=True))
+    return replace(probe, far=texts)
 
 
 def _far_text(head: Head, model: Model, length: int, tolerance: float) -> FarText:

@@ -193,7 +193,9 @@ class WeightSync:
 
     def _probe(self) -> ProbeText:
         models = self._models
-        return probe_text(self._context.config, models.head, models.actor.model, far=self.version.n == 1)
+        # Requests that go on keep blocks in use, and leave no time for a text of its own.
+        first, actor = self.version.n == 1, models.actor.model
+        return probe_text(self._context.config, models.head, actor, far=first, repeated=not self._keeps)
 
     @property
     def _keeps(self) -> bool:

@@ -16,6 +16,9 @@ from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.train.batch.batch import StepBatch
 from megarl.train.update.witness import plain_advantages
 
+SMALL = 0.01
+"""Size below which a value's difference does not grow relative to it: an untrained head's values are rounding."""
+
 
 class CriticWitness:
     """Compares the critic's updates of a step while their micro-batches pass. Every rank makes one, before them."""
@@ -32,10 +35,10 @@ class CriticWitness:
         unscaled = plain_advantages(batch, replace(config, whiten_advantages=False))
         self._returns[mask] = unscaled + sequences.values[mask].double()
         apart = (sequences.returns[mask].double() - self._returns[mask]).abs()
-        self._largest = torch.zeros(2, dtype=torch.float64)
-        """Largest difference of a return or value, and the largest return."""
+        self._largest = torch.zeros(4, dtype=torch.float64)
+        """Largest difference of a return, and the largest return; the same of a value."""
         if len(apart):
-            self._largest = torch.stack([apart.max(), self._returns[mask].abs().max()])
+            self._largest[:2] = torch.stack([apart.max(), self._returns[mask].abs().max()])
         self._gradient = torch.zeros(2, dtype=torch.float64)
         """Sum of differences of gradients, and of their sizes."""
 
@@ -50,7 +53,8 @@ class CriticWitness:
         def loss(kept: LossTokens, outputs: torch.Tensor) -> Loss:
             values, old = outputs.detach()[:, 0].double().cpu(), self._old(kept)
             if not update and len(values):
-                self._largest[0] = torch.maximum(self._largest[0], (values - old).abs().max())
+                found = torch.stack([(values - old).abs().max(), old.abs().max()])
+                self._largest[2:] = torch.maximum(self._largest[2:], found)
             if outputs.requires_grad:
                 wanted = plain.value_gradient(self._config, values, old, self._returns[kept.index]) / denominator
                 outputs.register_hook(partial(self._compare, wanted))
@@ -71,5 +75,6 @@ class CriticWitness:
         largest, gradient = self._largest.clone(), self._gradient.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         dist.all_reduce(gradient)
-        of_values = float(largest[0] / largest[1].clamp(min=1.0))
-        return {"check/critic": max(of_values, float(gradient[0] / gradient[1].clamp(min=1e-12)))}
+        of_returns = float(largest[0] / largest[1].clamp(min=1.0))
+        of_values = float(largest[2] / largest[3].clamp(min=SMALL))
+        return {"check/critic": max(of_returns, of_values, float(gradient[0] / gradient[1].clamp(min=1e-12)))}

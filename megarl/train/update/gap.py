@@ -28,7 +28,7 @@ def engine_gap(batch: StepBatch, sampled: torch.Tensor, config: Config) -> dict[
     """
     check_samples(batch, sampled, config)
     kept = batch.kept(sampled)
-    return mismatch(batch.sequences, kept) | lag_metrics(batch.sequences, kept)
+    return mismatch(batch.sequences, kept) | lag_metrics(batch.sequences, kept) | stale_keys(batch, sampled, config)
 
 
 def mismatch(sequences: Sequences, kept: Tokens) -> dict[str, float]:
@@ -50,6 +50,24 @@ def mismatch(sequences: Sequences, kept: Tokens) -> dict[str, float]:
         "training/rollout_probs_diff_mean": probs.mean,
         "training/rollout_probs_diff_max": probs.max,
     }
+
+
+def stale_keys(batch: StepBatch, sampled: torch.Tensor, config: Config) -> dict[str, float]:
+    """Return ``check/stale_keys``: the mean difference of tokens of the step's weights in responses that older weights
+    have begun; nothing without any. The engine computes their whole context again after a sync. Every rank calls it.
+
+    Expert ids of a context may be those of the older weights, so models that replay them are left out.
+    """
+    sequences = batch.sequences
+    old, engine = sequences.old_logp, sequences.engine_logp
+    if old is None or engine is None or not config.sync.max_staleness or config.rollout.routing_replay:
+        return {}
+    # Other ranks' sequences may have lags even if these have none.
+    lag = torch.zeros(len(old), dtype=torch.int16) if sequences.lag is None else sequences.lag
+    begun = repeated(counts(sampled & (lag > 0), sequences.lengths) > 0, sequences.lengths)
+    kept = batch.kept(sampled & begun & (lag == 0) & old.isfinite())
+    found = kept.totals(_difference, old, engine)
+    return {"check/stale_keys": found.mean} if found.number else {}
 
 
 def check_samples(batch: StepBatch, sampled: torch.Tensor, config: Config) -> None:

@@ -45,6 +45,7 @@ from megarl.train.ranks import Ranks, Reporter, TrainState
 from megarl.train.update.critic_witness import CriticWitness
 from megarl.train.update.frozen import FrozenParameters
 from megarl.train.update.optimizer_witness import OptimizerWitness
+from megarl.train.update.router_witness import RouterWitness
 from megarl.train.update.witness import Witness
 
 
@@ -284,6 +285,7 @@ class Learner:
         differences: dict[str, float] = {}
         norms: list[float] = []
         of_optimizer = None if witness is None else OptimizerWitness(config.trainer.optimizer, actor_step)
+        of_routers = None if witness is None else RouterWitness(batch, actor, config.model.router, number)
         of_critic = None
         if witness is not None and critic is not None and isinstance(settings, PPOConfig):
             of_critic = CriticWitness(batch, settings)
@@ -301,7 +303,11 @@ class Learner:
             watched = objective
             if witness is not None:
                 watched = witness.watching(objective, update, unchanged=logp is not None)
+            if of_routers is not None and trained is actor:
+                of_routers.begin(update)
             found = trained.backward(sequences, trained.model.micro_batches(sequences, units), watched, logp)
+            if of_routers is not None:
+                of_routers.end()
             norm = trained.gradient_norm()
             if witness is not None and of_optimizer is not None:
                 differences.update(witness.differences(trained, found))
@@ -340,6 +346,8 @@ class Learner:
             differences |= largest_of_ranks(of_optimizer.metrics() | self._frozen.metrics())
             spread = norm_spread(norms)
             differences["check/gradient"] = max(spread, differences.get("check/gradient", 0.0))
+        if of_routers is not None:
+            differences |= of_routers.metrics()
         if of_critic is not None:
             differences |= of_critic.metrics()
         metrics = mean_of_sums(self._ranks.gather(sums)) | mean_of_sums(updates) | differences
