@@ -119,7 +119,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_5": (
         "qwen3_5_text",
         {
-            **{**_DENSE, "head_dim": 24, "initializer_range": 0.05, "layer_types": 3 * ["linear_attention"] + ["full_attention"]},
+            **{**_DENSE, "head_dim": 24, "initializer_range": 0.05},
+            "layer_types": 3 * ["linear_attention"] + ["full_attention"],
             **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 12},
             **{"linear_value_head_dim": 10, "linear_conv_kernel_dim": 4},
             "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},

@@ -147,7 +147,7 @@ def causal_convolution(x: torch.Tensor, weight: torch.Tensor, position: torch.Te
 
 
 class _Places(NamedTuple):
-    """What layers need to know of a micro-batch's sequences."""
+    """Positions and chunks of a micro-batch's sequences, which all layers share."""
 
     position: torch.Tensor
     chunks: Chunks
