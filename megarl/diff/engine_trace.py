@@ -164,7 +164,8 @@ class Engine:
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 
-        self.engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(server_arguments()))
+        self._arguments = server_arguments()
+        self.engine = LLMEngine.from_engine_args(EngineArgs.from_cli_args(self._arguments))
         [self.worker] = self.engine.collective_rpc(lambda worker: worker)
         self.model: torch.nn.Module = self.worker.weight_transfer_engine.model
         self._number = 0
@@ -205,10 +206,13 @@ class Engine:
             ),
         }
 
-    def rendered(self, messages: list[dict[str, Any]]) -> list[int]:
+    def rendered(self, messages: list[dict[str, Any]], kwargs: dict[str, Any]) -> list[int]:
         """Return the token ids of a conversation by the engine's tokenizer and chat template."""
-        tokenizer = self.engine.get_tokenizer()
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        tokenizer, file = self.engine.get_tokenizer(), self._arguments.chat_template
+        own = None if file is None else Path(file).read_text() if Path(file).is_file() else file
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True, chat_template=own, **kwargs
+        )
         ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return ids
 
@@ -244,8 +248,8 @@ def trace(engine: Engine, request: dict[str, Any]) -> EngineTrace:
         logits=logits[len(given) - 1 : -1],
         reported=torch.tensor(reported),
         facts=engine.facts(),
-        weights=engine.worker.weight_transfer_engine.differing_weights(),
-        rendered=None if messages is None else engine.rendered(messages),
+        weights=engine.worker.weight_transfer_engine.differing_weights(Path(request["files"])),
+        rendered=None if messages is None else engine.rendered(messages, request["kwargs"]),
     )
 
 

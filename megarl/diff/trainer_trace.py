@@ -65,6 +65,11 @@ class TrainerModel:
                 remove()
         return record, logp, scaled
 
+    def window(self, layer: int) -> int | None:
+        """Return the number of tokens that a layer attends to; None for all."""
+        layers = self._stage.decoder.layers
+        return getattr(layers[layer].self_attention.core_attention, "window", None) if layer < len(layers) else None
+
     def _logp(self, tokens: list[int], temperature: float) -> torch.Tensor:
         mask = torch.ones(len(tokens), dtype=torch.bool)
         mask[-1] = False

@@ -14,6 +14,7 @@ FACE = (
     "client.names",
     "client.probe",
     "fleet",
+    "server.arguments",
     "sync.link",
     "sync.shared",
 )

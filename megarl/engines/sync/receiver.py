@@ -333,13 +333,13 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             count = writer.eight_bits.check_files(path, dtype)
             return count + compare_with_files(writer.eight_bits.rest, rank, read, path, dtype)
 
-    def differing_weights(self) -> dict[str, str]:
-        """Return ``files.differing_weights`` of this worker, without weights in 8 bits."""
+    def differing_weights(self, path: Path) -> dict[str, str]:
+        """Return ``files.differing_weights`` from the checkpoint at ``path``, without weights in 8 bits."""
         _, writer = self._alone()
         read = lru_cache(maxsize=1)(writer.computed_with)
-        path, rank, dtype = Path(self.model_config.model), self.parallel_config.rank, self.model_config.dtype
         with torch.device(self.device), torch.no_grad():
-            return differing_weights(writer.eight_bits.rest, rank, read, path, dtype)
+            rest, rank = writer.eight_bits.rest, self.parallel_config.rank
+            return differing_weights(rest, rank, read, path, self.model_config.dtype)
 
     def expect_files(self) -> None:
         """Prepare for updates from files, which need no trainer."""

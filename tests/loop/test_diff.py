@@ -1,0 +1,71 @@
+"""``megarl diff``: causes put into an engine are named, with the layer and operation; on healthy models none is."""
+
+from __future__ import annotations
+
+import random
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config.schema import Config, ModelConfig, RolloutConfig
+from megarl.diff.command import ENGINE, Diff, DiffSequence, diff
+from tests.loop.diff_causes import CAUSES, FILES, other_weights
+from tests.loop.engines import save_tokenizer
+from tests.loop.test_sync_families import SIZES
+from tests.loop.zygote import Zygote
+from tests.parallel.families import FAMILIES, hf_model
+
+QUICK = ("rope-size", "missing-expert", "kept-prefix", "temperature")
+"""Causes of every run; ``make soak`` has all."""
+HEALTHY = ("qwen3", "deepseek_v3")
+TEMPLATE = "{% for m in messages %}t7 {{ m.content }}{% endfor %}"
+TOKENS = [random.Random(1).randrange(4, 190) for _ in range(75)]
+
+
+def compared(family: str, folder: Path, zygote: Zygote, name: str | None = None, **settings: Any) -> Diff:
+    """The family's tiny model on both sides, with the seeded cause ``name`` in the engine."""
+    path, seeded = folder / "model", None if name is None else CAUSES[name]
+    save_tokenizer(path)
+    (path / "chat_template.jinja").write_text(TEMPLATE)
+    hf_model(family, **SIZES.get(family, {})).save_pretrained(path)
+    options = {} if seeded is None else seeded.options
+    config = Config(
+        model=ModelConfig(path=str(path), **settings),
+        rollout=RolloutConfig(kv_cache_bytes=2**25, engine_options=options),
+    )
+    more = {} if name is None else {"DIFF_CAUSE": name, FILES: str(folder / "others")}
+    if seeded is not None and seeded.weights is not None:
+        other_weights(path, folder / "others", seeded.weights)
+
+    def start(argv: Any, environment: Any, log: Path) -> Any:
+        own = ["tests.loop.diff_causes" if word == ENGINE else word for word in argv]
+        return partial(zygote.start(own, {**environment, **more}, log).wait, 120)
+
+    return diff(DiffSequence(config, TOKENS, [{"role": "user", "content": "t5 t6"}]), folder, start)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.soak) for name in CAUSES]
+)
+def test_a_seeded_cause_is_named(name: str, tmp_path: Path, zygote: Zygote) -> None:
+    seeded, began = CAUSES[name], time.monotonic()
+    found = compared(seeded.family, tmp_path, zygote, name)
+    print(f"DIFF {name}: {time.monotonic() - began:.1f} s\n{found.text()}")
+    assert found.first is not None and found.cause is not None
+    assert found.first.point == seeded.at
+    assert found.cause.name == seeded.named and seeded.word in found.cause.text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in HEALTHY else pytest.mark.soak) for name in FAMILIES]
+)
+def test_no_layer_of_a_healthy_model_is_named(family: str, tmp_path: Path, zygote: Zygote) -> None:
+    found = compared(family, tmp_path, zygote)
+    print(f"DIFF {family}:\n{found.text()}")
+    assert found.first is None, found.text()
+    assert len(found.findings) > 10
