@@ -144,7 +144,8 @@ def _of_precision(finding: Finding, engine: EngineTrace) -> Cause | None:
         )
     if operation in (points.ATTENTION, CACHE) and facts["kv_cache_dtype"] not in ("auto", facts["dtype"]):
         return Cause(
-            "quantisation", f"the engine keeps its KV cache as {facts['kv_cache_dtype']}; look at rollout.kv_cache_dtype"
+            "quantisation",
+            f"the engine keeps its KV cache as {facts['kv_cache_dtype']}; look at rollout.kv_cache_dtype",
         )
     if operation == points.ROUTER and _in_bfloat16(engine.whole[finding.point]):
         return Cause("router dtype", "the engine's router computes in bfloat16; look at model.router_dtype")
@@ -196,7 +197,9 @@ def _of_numbers(
 
 def _of_attention(finding: Finding, whole: Record, window: int | None) -> Cause | None:
     """Attend again with the engine's queries and keys, to the tokens of other windows."""
-    query, key, value = (whole.get((finding.layer, n)) for n in (points.ROTATED_QUERY, points.ROTATED_KEY, points.VALUE))
+    query, key, value = (
+        whole.get((finding.layer, n)) for n in (points.ROTATED_QUERY, points.ROTATED_KEY, points.VALUE)
+    )
     held = whole[finding.point]
     if query is None or key is None or value is None:
         return None
@@ -226,7 +229,9 @@ def _of_experts(
     guilty = chosen[wrong].all(0) & ~chosen[~wrong].any(0)
     if guilty.sum() != 1:
         return None
-    return Cause("missing expert", f"exactly the tokens of expert {int(guilty.long().argmax())} differ; look at its weights")
+    return Cause(
+        "missing expert", f"exactly the tokens of expert {int(guilty.long().argmax())} differ; look at its weights"
+    )
 
 
 def _of_sampling(engine: EngineTrace, temperature: float) -> Cause:

@@ -109,7 +109,9 @@ class Recorder:
 
     def _after(self, module: torch.nn.Module, number: int, operation: str) -> None:
         def hook(_: Any, args: Any, output: Any) -> None:
-            self._found[number, operation].append(flat(output[0] if isinstance(output, tuple) else output, self._tokens))
+            self._found[number, operation].append(
+                flat(output[0] if isinstance(output, tuple) else output, self._tokens)
+            )
 
         self._removed.append(module.register_forward_hook(hook))
 

@@ -25,6 +25,8 @@ from megarl.learn.parallel import process_groups
 from megarl.learn.training.model import Model
 from megarl.learn.training.schedule import Head
 from megarl.run.process import ports
+from megarl.weights.architectures import architecture
+from megarl.weights.architectures.rope import ropes
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 
@@ -46,6 +48,7 @@ class TrainerModel:
         self.hf_config = read_hf_config(Path(config.model.path))
         settings = replace(ModelConfig(), path=config.model.path, dtype="float32", transformer_impl="local")
         limits = MicroBatching(dp=1, cp=1, multiple=1, chunks=1, max_tokens=None, rows=1, max_patches=None)
+        self._ropes = ropes(architecture(self.hf_config), self.hf_config)
         self.model = Model(self.hf_config, settings, parallel, Head(int(self.hf_config["vocab_size"])), limits)
         self.model.load_hf(Path(config.model.path))
         self._stage: Any = unwrap(self.model.chunks[0])
@@ -87,7 +90,11 @@ class TrainerModel:
             hooks.after(mlp, number, points.MLP)
             hooks.after(attention.linear_proj, number, points.PROJECTION)
             if hasattr(mlp, "router"):
-                hooks.wrap(mlp.router, "gating", lambda out, at=number: {(at, points.ROUTER): flat(out, out.numel() // out.shape[-1])})
+                hooks.wrap(
+                    mlp.router,
+                    "gating",
+                    lambda out, at=number: {(at, points.ROUTER): flat(out, out.numel() // out.shape[-1])},
+                )
             core = attention.core_attention
             if not hasattr(attention, "linear_qkv"):  # latent attention
                 hooks.after(core, number, points.ATTENTION)
@@ -119,9 +126,13 @@ class TrainerModel:
         return split
 
     def _attend(self, number: int) -> Callable[..., Record]:
+        rope = self._ropes[number]
+        # Megatron's side has YaRN's factor in the scale of the scores, vLLM in the rotated vectors.
+        factor = 1.0 if rope is None else rope.attention_factor
+
         def read(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> Record:
             # [1, h, T, d] -> [T, h * d]
-            rotated = {(number, points.ROTATED_QUERY): query, (number, points.ROTATED_KEY): key}
+            rotated = {(number, points.ROTATED_QUERY): query * factor, (number, points.ROTATED_KEY): key * factor}
             return {point: flat(tensor[0].transpose(0, 1), tensor.shape[2]) for point, tensor in rotated.items()}
 
         return read
@@ -169,7 +180,8 @@ class _Hooks:
             given = self._given.get((number, operation)) if force else None
             return None if given is None else given.view_as(tensor).to(tensor.dtype)
 
-        self.removed.append(module.register_forward_hook(hook).remove)
+        # Before the hook that divides logits.
+        self.removed.append(module.register_forward_hook(hook, prepend=force).remove)
 
     def wrap(self, owner: Any, name: str, read: Callable[[Any], Record]) -> None:
         """Record the result of a method."""
