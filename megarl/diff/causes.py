@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megarl.diff import points
-from megarl.diff.compare import CACHE, SAMPLER, TEMPLATE, Finding, relative, separated
+from megarl.diff.compare import CACHE, SAMPLER, TEMPLATE, WEIGHTS, Finding, relative, separated
 from megarl.diff.points import EngineTrace, Record
 from megarl.learn.models.attention import attend
 
@@ -53,23 +53,6 @@ SETTINGS: Mapping[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
     points.HEAD: (("logit scale", ("logits_scaling", "final_logit_softcapping")), ("head", ("tie_word_embeddings",))),
 }
 """Operation -> (name of a cause, settings of config.json that make it)."""
-WEIGHTS: Mapping[str, tuple[str, ...]] = {
-    points.STREAM: ("embed_tokens", "post_feedforward_layernorm", "post_mlp_layernorm"),
-    points.ATTENTION_INPUT: ("input_layernorm",),
-    points.QUERY: ("q_proj", "qkv_proj"),
-    points.KEY: ("k_proj", "qkv_proj"),
-    points.VALUE: ("v_proj", "qkv_proj"),
-    points.QUERY_NORM: ("q_norm", "query_layernorm"),
-    points.KEY_NORM: ("k_norm", "key_layernorm"),
-    points.ATTENTION: ("q_a_", "q_b_", "kv_a_", "kv_b_", "q_proj", "sinks", "self_attn.q_norm", "self_attn.k_norm"),
-    points.PROJECTION: ("o_proj", "self_attn.dense"),
-    points.MLP_INPUT: ("layernorm",),
-    points.ROUTER: ("mlp.gate.", "router", "block_sparse_moe.gate."),
-    points.MLP: ("mlp.", "block_sparse_moe."),
-    points.FINAL_NORM: ("model.norm",),
-    points.HEAD: ("lm_head", "embed_tokens"),
-}
-"""Operation -> parts of names of its weights, in HF checkpoints."""
 _LINEAR = (points.QUERY, points.KEY, points.VALUE, points.PROJECTION, points.MLP, points.ROUTER, points.ATTENTION)
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from megarl.core.errors import ConfigError, JobError
 
@@ -154,7 +154,9 @@ def _engine(sequence: DiffSequence, folder: Path) -> tuple[list[str], dict[str, 
         enforce_eager=True, max_num_seqs=4, max_trajectory_tokens=None, max_response_tokens=SAMPLED + 1,
         max_prompt_tokens=needed - SAMPLED - 1,
     )  # fmt: skip
-    device = "cuda" if config.parallel.backend == "nccl" and torch.cuda.is_available() else "cpu"
+    device: Literal["cpu", "cuda"] = (
+        "cuda" if config.parallel.backend == "nccl" and torch.cuda.is_available() else "cpu"
+    )
     argv, environment = engine_process(config.model.path, rollout, config.model, "127.0.0.1", 0, device)
     argv[argv.index("megarl.engines.server.server")] = ENGINE
     request = {
@@ -206,16 +208,16 @@ def _rendered(sequence: DiffSequence) -> list[int] | None:
     return ids
 
 
-def _stored_dtype(path: Path) -> str:
+def _stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
     """Return the dtype of an HF checkpoint, by its config.json; float32 if megarl does not compute with it."""
     from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
     config = read_hf_config(path)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
-    return dtype if dtype in ("float32", "bfloat16") else "float32"
+    return "bfloat16" if dtype == "bfloat16" else "float32"
 
 
-def _of_model(config: Config, dtype: str, most: int) -> DiffSequence:
+def _of_model(config: Config, dtype: Literal["float32", "bfloat16"], most: int) -> DiffSequence:
     """Return a text by the model's tokenizer, and its conversation if there is a chat template."""
     from megarl.tasks import ChatTokenizer
 

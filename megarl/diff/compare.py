@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,23 @@ LOGP = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 """Largest difference of a log-prob."""
 ROUNDED_EXPERTS = 0.9
 """Share of tokens that is compared where rounding may choose another expert."""
+WEIGHTS: Mapping[str, tuple[str, ...]] = {
+    points.STREAM: ("embed_tokens", "post_feedforward_layernorm", "post_mlp_layernorm"),
+    points.ATTENTION_INPUT: ("input_layernorm",),
+    points.QUERY: ("q_proj", "qkv_proj"),
+    points.KEY: ("k_proj", "qkv_proj"),
+    points.VALUE: ("v_proj", "qkv_proj"),
+    points.QUERY_NORM: ("q_norm", "query_layernorm"),
+    points.KEY_NORM: ("k_norm", "key_layernorm"),
+    points.ATTENTION: ("q_a_", "q_b_", "kv_a_", "kv_b_", "q_proj", "sinks", "self_attn.q_norm", "self_attn.k_norm"),
+    points.PROJECTION: ("o_proj", "self_attn.dense"),
+    points.MLP_INPUT: ("layernorm",),
+    points.ROUTER: ("mlp.gate.", "router", "block_sparse_moe.gate."),
+    points.MLP: ("mlp.", "block_sparse_moe."),
+    points.FINAL_NORM: ("model.norm",),
+    points.HEAD: ("lm_head", "embed_tokens"),
+}
+"""Operation -> parts of names of its weights, in HF checkpoints."""
 CACHE, SAMPLER, TEMPLATE = "KV cache", "sampling", "chat template"
 
 
@@ -78,7 +96,22 @@ def compare(
         ]
     sampled = scaled[engine.given - 1 :]
     found.append(_largest(layers, SAMPLER, (engine.reported - sampled).abs(), of_logp))
-    return found
+    return found + _weights(engine)
+
+
+def _weights(engine: EngineTrace) -> list[Finding]:
+    """Return operations whose weights differ from the files, also without an effect on this sequence."""
+    found = dict.fromkeys(
+        (_layer_of(name, engine.facts["layers"], operation), operation)
+        for name in engine.weights
+        for operation in [next((o for o, parts in WEIGHTS.items() if any(p in name for p in parts)), points.MLP)]
+    )
+    return [Finding(layer, operation, float("inf"), 0.0) for layer, operation in found]
+
+
+def _layer_of(name: str, layers: int, operation: str) -> int:
+    after = name.partition(".layers.")[2].partition(".")[0]
+    return int(after) if after.isdecimal() else 0 if operation == points.STREAM else layers
 
 
 def separated(engine: Record, trainer: Record) -> Record:

@@ -88,7 +88,7 @@ class Recorder:
                 self._after(module, number, points.ATTENTION)
             elif isinstance(module, Attention) and not is_latent:
                 for place, argument in enumerate((points.ROTATED_QUERY, points.ROTATED_KEY)):
-                    self._before(module, number, argument, lambda _, args, at=place: args[at])
+                    self._before(module, number, argument, _argument(place))
                 self._after(module, number, points.ATTENTION)
             elif not is_latent and last in places | norms:
                 self._after(module, number, (places | norms)[last])
@@ -114,6 +114,14 @@ class Recorder:
             )
 
         self._removed.append(module.register_forward_hook(hook))
+
+
+def _argument(place: int) -> Callable[[Any, tuple[Any, ...]], torch.Tensor]:
+    def read(_: Any, values: tuple[Any, ...]) -> torch.Tensor:
+        found: torch.Tensor = values[place]
+        return found
+
+    return read
 
 
 def _stream(bound: dict[str, Any], _: tuple[Any, ...]) -> torch.Tensor:

@@ -90,11 +90,7 @@ class TrainerModel:
             hooks.after(mlp, number, points.MLP)
             hooks.after(attention.linear_proj, number, points.PROJECTION)
             if hasattr(mlp, "router"):
-                hooks.wrap(
-                    mlp.router,
-                    "gating",
-                    lambda out, at=number: {(at, points.ROUTER): flat(out, out.numel() // out.shape[-1])},
-                )
+                hooks.wrap(mlp.router, "gating", number, points.ROUTER)
             core = attention.core_attention
             if not hasattr(attention, "linear_qkv"):  # latent attention
                 hooks.after(core, number, points.ATTENTION)
@@ -183,14 +179,13 @@ class _Hooks:
         # Before the hook that divides logits.
         self.removed.append(module.register_forward_hook(hook, prepend=force).remove)
 
-    def wrap(self, owner: Any, name: str, read: Callable[[Any], Record]) -> None:
+    def wrap(self, owner: Any, name: str, number: int, operation: str) -> None:
         """Record the result of a method."""
         original = getattr(owner, name)
 
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            for point, value in read(result).items():
-                self._record.setdefault(point, value)
+        def wrapped(*args: Any) -> Any:
+            result = original(*args)
+            self._record.setdefault((number, operation), flat(result, self._tokens))
             return result
 
         setattr(owner, name, wrapped)

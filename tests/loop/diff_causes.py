@@ -18,6 +18,8 @@ from megarl.diff.compare import CACHE, SAMPLER, TEMPLATE
 from megarl.diff.engine_trace import Engine
 
 State = dict[str, torch.Tensor]
+TOKENS = torch.randint(4, 190, (75,), generator=torch.Generator().manual_seed(1)).tolist()
+"""The sequence of all tests; the tiny router sends all of it to few experts."""
 FILES = "DIFF_FILES"
 """Variable with the folder of other weights."""
 
@@ -62,14 +64,17 @@ def _layer(engine: Engine, number: int) -> Any:
     return engine_trace._layers(engine.model)[number]
 
 
-def _zero_expert(state: State) -> None:
-    for part in ("gate_proj", "up_proj", "down_proj"):
-        state[f"model.layers.1.mlp.experts.3.{part}.weight"].zero_()
+def _zero_expert(number: int) -> Callable[[State], None]:
+    def change(state: State) -> None:
+        for part in ("gate_proj", "up_proj", "down_proj"):
+            state[f"model.layers.1.mlp.experts.{number}.{part}.weight"].zero_()
+
+    return change
 
 
 def _swap_experts(state: State) -> None:
     for part in ("gate_proj", "up_proj", "down_proj"):
-        one, other = (state[f"model.layers.0.mlp.experts.{e}.{part}.weight"] for e in (2, 5))
+        one, other = (state[f"model.layers.1.mlp.experts.{e}.{part}.weight"] for e in (1, 3))
         kept = one.clone()
         one.copy_(other)
         other.copy_(kept)
@@ -83,7 +88,8 @@ def _round(state: State) -> None:
 
 def _swap_rows(state: State) -> None:
     head = state["lm_head.weight"]
-    head[[30, 31]] = head[[31, 30]]
+    rows = TOKENS[10:12]
+    head[rows] = head[rows[::-1]]
 
 
 def _noise(name: str) -> Callable[[State], None]:
@@ -173,10 +179,13 @@ CAUSES = {
     "router-dtype": Seeded("router dtype", (1, points.ROUTER), "qwen3_moe", change=_router_in_bfloat16),
     "head-dtype": Seeded("head dtype", (2, points.HEAD), change=_head_in_bfloat16),
     "missing-expert": Seeded(
-        "missing expert", (1, points.MLP), "qwen3_moe", weights=_zero_expert, word="layers.1.mlp.experts.3"
+        "missing expert", (1, points.MLP), "qwen3_moe", weights=_zero_expert(5), word="layers.1.mlp.experts.5"
+    ),
+    "unused-expert": Seeded(
+        "missing expert", (1, points.MLP), "qwen3_moe", weights=_zero_expert(3), word="layers.1.mlp.experts.3"
     ),
     "permuted-expert": Seeded(
-        "permuted expert", (0, points.MLP), "qwen3_moe", weights=_swap_experts, word="layers.0.mlp.experts.5"
+        "permuted expert", (1, points.MLP), "qwen3_moe", weights=_swap_experts, word="layers.1.mlp.experts.3"
     ),
     "stale-cache": Seeded("stale KV", (0, CACHE), change=_stale_cache, word="sync.pause"),
     "kept-prefix": Seeded(
