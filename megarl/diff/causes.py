@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from megarl.diff import points
 from megarl.diff.compare import CACHE, SAMPLER, TEMPLATE, WEIGHTS, Finding, relative, separated
-from megarl.diff.points import EngineTrace, Record
+from megarl.engines.tracing import points
+from megarl.engines.tracing.points import EngineTrace, Record
 from megarl.learn.models.attention import attend
 
 

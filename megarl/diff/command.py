@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from megarl.config import Config
     from megarl.diff.causes import Cause
     from megarl.diff.compare import Finding
-    from megarl.diff.points import EngineTrace
+    from megarl.engines.tracing.points import EngineTrace
 
 DESCRIPTION = """Compute one sequence in the trainer's model and in an engine, operation by operation; name the first
 that differs, and why.
 
 Ends with status 1 if one differs (docs/alarms.md)."""
-ENGINE = "megarl.diff.engine_trace"
+ENGINE = "megarl.engines.tracing.traced_engine"
 SAMPLED = 8
 """Tokens that the engine samples after the sequence."""
 TEXT = "A farmer has 17 sheep. All but 9 run away, then he buys 4 more. How many sheep does the farmer have? "
@@ -144,7 +144,7 @@ def _engine(sequence: DiffSequence, folder: Path) -> tuple[list[str], dict[str, 
     """Write the request; return the engine's command line and environment: the run's, on one worker."""
     import torch
 
-    from megarl.diff.engine_trace import REQUEST
+    from megarl.engines.tracing.traced_engine import REQUEST
     from megarl.run.supervise.process_specs import engine_process
 
     config = sequence.config
@@ -190,7 +190,7 @@ def _trace(folder: Path) -> EngineTrace:
     """Read the engine's trace. Raises JobError with the log's end if there is none."""
     import torch
 
-    from megarl.diff.points import EngineTrace
+    from megarl.engines.tracing.points import EngineTrace
 
     file = folder / "trace.pt"
     if not file.is_file():

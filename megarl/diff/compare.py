@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from megarl.diff import points
-from megarl.diff.points import EngineTrace, Point, Record
+from megarl.engines.tracing import points
+from megarl.engines.tracing.points import EngineTrace, Point, Record
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "float16": 1e-2}
 """Largest relative error of an operation on equal inputs, by the engine's dtype."""

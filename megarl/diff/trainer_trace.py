@@ -17,8 +17,8 @@ import torch
 
 from megarl.config import Config
 from megarl.config.schema import ModelConfig, ParallelConfig
-from megarl.diff import points
-from megarl.diff.points import EngineTrace, Record, flat
+from megarl.engines.tracing import points
+from megarl.engines.tracing.points import EngineTrace, Record, flat
 from megarl.learn.batching import MicroBatching, Sequences
 from megarl.learn.models.gpt import unwrap
 from megarl.learn.parallel import process_groups

@@ -1,6 +1,6 @@
 """Rollout engines: their rows, vLLM servers, code inside vLLM, and clients.
 
-Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync`` and ``cpu`` run inside vLLM. ``client`` and
+Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync``, ``tracing`` and ``cpu`` run inside vLLM. ``client`` and
 ``fleet`` need no torch.
 """
 
@@ -14,8 +14,9 @@ FACE = (
     "client.names",
     "client.probe",
     "fleet",
-    "server.arguments",
     "sync.link",
     "sync.shared",
+    "tracing.points",
+    "tracing.traced_engine",
 )
 """Modules that other packages may import."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from megarl.diff import engine_trace, points
 from megarl.diff.compare import CACHE, SAMPLER, TEMPLATE
-from megarl.diff.engine_trace import Engine
+from megarl.engines.tracing import points, traced_engine
+from megarl.engines.tracing.traced_engine import TracedEngine
 
 State = dict[str, torch.Tensor]
 TOKENS = torch.randint(4, 190, (75,), generator=torch.Generator().manual_seed(1)).tolist()
@@ -42,7 +42,7 @@ class Seeded:
     family: str = "qwen3"
     options: dict[str, Any] = field(default_factory=dict)
     weights: Callable[[State], None] | None = None
-    change: Callable[[Engine], None] | None = None
+    change: Callable[[TracedEngine], None] | None = None
     word: str = ""
 
 
@@ -50,7 +50,7 @@ def _set(**values: Any) -> dict[str, Any]:
     return {"hf_overrides": values}
 
 
-def load(engine: Engine, folder: str) -> None:
+def load(engine: TracedEngine, folder: str) -> None:
     """An update from files, as explore programs make it."""
     call = engine.engine.collective_rpc
     call("megarl_expect_files")
@@ -60,8 +60,8 @@ def load(engine: Engine, folder: str) -> None:
     assert call("megarl_outcome") == [{}]
 
 
-def _layer(engine: Engine, number: int) -> Any:
-    return engine_trace._layers(engine.model)[number]
+def _layer(engine: TracedEngine, number: int) -> Any:
+    return traced_engine.layers_of(engine.model)[number]
 
 
 def _zero_expert(number: int) -> Callable[[State], None]:
@@ -99,15 +99,15 @@ def _noise(name: str) -> Callable[[State], None]:
     return change
 
 
-def _sizes_of_angles(engine: Engine) -> None:
+def _sizes_of_angles(engine: TracedEngine) -> None:
     _layer(engine, 0).self_attn.rotary_emb.cos_sin_cache.mul_(1.1)
 
 
-def _epsilon(engine: Engine) -> None:
+def _epsilon(engine: TracedEngine) -> None:
     _layer(engine, 1).post_attention_layernorm.variance_epsilon = 0.05
 
 
-def _router_in_bfloat16(engine: Engine) -> None:
+def _router_in_bfloat16(engine: TracedEngine) -> None:
     gate = _layer(engine, 1).mlp.gate
     forward = gate.forward
 
@@ -118,13 +118,13 @@ def _router_in_bfloat16(engine: Engine) -> None:
     gate.forward = rounded
 
 
-def _head_in_bfloat16(engine: Engine) -> None:
+def _head_in_bfloat16(engine: TracedEngine) -> None:
     model: Any = engine.model
     compute = model.compute_logits
     model.compute_logits = lambda hidden, *more: compute(hidden.bfloat16().float(), *more).bfloat16().float()
 
 
-def _stale_cache(engine: Engine) -> None:
+def _stale_cache(engine: TracedEngine) -> None:
     """The third request attends to other keys and values than the second has written."""
     ask, calls = engine.ask, []
 
@@ -138,7 +138,7 @@ def _stale_cache(engine: Engine) -> None:
     engine.ask = stale  # type: ignore[method-assign]
 
 
-def _kept_prefix(engine: Engine) -> None:
+def _kept_prefix(engine: TracedEngine) -> None:
     """The first request has older weights; the prefix cache is not reset when the others' arrive."""
     ask, own = engine.ask, engine.engine.vllm_config.model_config.model
     load(engine, os.environ[FILES])
@@ -153,8 +153,8 @@ def _kept_prefix(engine: Engine) -> None:
     engine.ask = after  # type: ignore[method-assign]
 
 
-def _sampling(**more: Any) -> Callable[[Engine], None]:
-    def change(engine: Engine) -> None:
+def _sampling(**more: Any) -> Callable[[TracedEngine], None]:
+    def change(engine: TracedEngine) -> None:
         ask = engine.ask
         engine.ask = lambda tokens, **sampling: ask(tokens, **(sampling | more))  # type: ignore[method-assign]
 
@@ -214,7 +214,7 @@ CAUSES = {
 """Name -> cause."""
 
 
-def change(engine: Engine) -> None:
+def change(engine: TracedEngine) -> None:
     seeded = CAUSES[os.environ["DIFF_CAUSE"]] if "DIFF_CAUSE" in os.environ else None
     if seeded is None:
         return
@@ -237,7 +237,7 @@ def other_weights(source: Path, target: Path, weights: Callable[[State], None]) 
 
 
 def main() -> None:
-    engine_trace.main(change)
+    traced_engine.main(change)
 
 
 if __name__ == "__main__":

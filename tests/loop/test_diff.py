@@ -9,13 +9,16 @@ from typing import Any
 
 import pytest
 
+from megarl import cli
 from megarl.config.schema import Config, ModelConfig, RolloutConfig
-from megarl.diff.command import ENGINE, Diff, DiffSequence, diff
+from megarl.core.errors import ConfigError
+from megarl.diff.command import ENGINE, Diff, DiffSequence, diff, run
 from tests.loop.diff_causes import CAUSES, FILES, TOKENS, other_weights
 from tests.loop.engines import save_tokenizer
 from tests.loop.test_sync_families import SIZES
 from tests.loop.zygote import Zygote
 from tests.parallel.families import FAMILIES, hf_model
+from tests.system.jobs import Job
 
 QUICK = ("rope-size", "missing-expert", "kept-prefix", "temperature")
 """Causes of every run; ``make soak`` has all."""
@@ -69,3 +72,13 @@ def test_no_layer_of_a_healthy_model_is_named(family: str, tmp_path: Path, zygot
     print(f"DIFF {family}:\n{found.text()}")
     assert found.first is None, found.text()
     assert len(found.findings) > 10
+
+
+@pytest.mark.slow
+def test_the_command_compares_a_row_of_a_run(whole_job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+    """With an engine process of its own, the run's last weights and its own chat template."""
+    arguments = cli.parse_arguments(["diff", str(whole_job.run_dir), "--row", "3"])
+    assert run(arguments) == 0, capsys.readouterr().out
+    assert "chat template" in (printed := capsys.readouterr().out) and "comparisons agree" in printed
+    with pytest.raises(ConfigError, match="--row 100000"):
+        run(cli.parse_arguments(["diff", str(whole_job.run_dir), "--row", "100000"]))

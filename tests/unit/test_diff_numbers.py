@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.diff import points
 from megarl.diff.causes import cause_of
 from megarl.diff.compare import CACHE, SAMPLER, Finding, compare, first
-from megarl.diff.points import EngineTrace, Record
+from megarl.engines.tracing import points
+from megarl.engines.tracing.points import EngineTrace, Record
 from megarl.learn.models.attention import attend
 
 TOKENS, HEADS, WIDTH, VOCAB = 20, 4, 16, 50

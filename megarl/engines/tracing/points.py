@@ -33,7 +33,7 @@ Record = dict[Point, torch.Tensor]
 
 @dataclass
 class EngineTrace:
-    """What the engine computed.
+    """Everything that the engine computed.
 
     Attributes:
         tokens: The sequence: prompt, response, and tokens that the engine sampled after it.

@@ -1,6 +1,6 @@
 """The engine of a comparison: vLLM within one process, with hooks that record what its modules compute.
 
-``python -m megarl.diff.engine_trace <options of the run's engines>`` reads the request from ``$MEGARL_DIFF`` (JSON) and
+``python -m megarl.engines.tracing.traced_engine <options of the run's engines>`` reads the request from ``$MEGARL_DIFF`` (JSON) and
 writes an ``EngineTrace``.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from megarl.diff import points
-from megarl.diff.points import EngineTrace, Point, Record, flat
 from megarl.engines.server.arguments import server_arguments
+from megarl.engines.tracing import points
+from megarl.engines.tracing.points import EngineTrace, Point, Record, flat
 
 REQUEST = "MEGARL_DIFF"
 """Variable with the request: ``tokens``, ``messages``, ``sampling``, ``sampled`` and the file ``output``."""
@@ -37,7 +37,7 @@ class Recorder:
         self._removed: list[Any] = []
         self._tokens = 0
         """Tokens of the forward pass."""
-        self.layers = _layers(model)
+        self.layers = layers_of(model)
 
     @contextmanager
     def recording(self) -> Iterator[Record]:
@@ -146,7 +146,7 @@ def _child(layer: torch.nn.Module, names: tuple[str, ...]) -> torch.nn.Module | 
     return next((child for name, child in layer.named_children() if name in names), None)
 
 
-def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+def layers_of(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Return the decoder layers of the language model. Raises ValueError if the model has none."""
     found = [
         list(module)
@@ -167,7 +167,7 @@ def _final_norm(model: torch.nn.Module, layers: list[torch.nn.Module]) -> torch.
     return None
 
 
-class Engine:
+class TracedEngine:
     """vLLM's engine, core and worker in this process."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ class Engine:
             "head_dtype": str(config.model_config.head_dtype).removeprefix("torch."),
             "quantization": config.model_config.quantization,
             "kv_cache_dtype": config.cache_config.cache_dtype,
-            "layers": len(_layers(self.model)),
+            "layers": len(layers_of(self.model)),
             "routers": sorted(
                 {
                     str(module.weight.dtype).removeprefix("torch.")
@@ -228,7 +228,7 @@ class Engine:
 
 
 @torch.no_grad()
-def trace(engine: Engine, request: dict[str, Any]) -> EngineTrace:
+def trace(engine: TracedEngine, request: dict[str, Any]) -> EngineTrace:
     """Sample after the sequence, compute all of it again at once, and once more from the KV cache."""
     given, recorder = request["tokens"], Recorder(engine.model)
     with recorder.recording() as sampling:
@@ -263,10 +263,10 @@ def trace(engine: Engine, request: dict[str, Any]) -> EngineTrace:
     )
 
 
-def main(change: Callable[[Engine], None] = lambda engine: None) -> None:
+def main(change: Callable[[TracedEngine], None] = lambda engine: None) -> None:
     """Trace the request's sequence. ``change`` may alter the engine before, for tests."""
     request = json.loads(Path(os.environ[REQUEST]).read_text())
-    engine = Engine()
+    engine = TracedEngine()
     change(engine)
     torch.save(asdict(trace(engine, request)), request["output"])
 
