@@ -1,7 +1,7 @@
 """Rollout engines: their rows, vLLM servers, code inside vLLM, and clients.
 
-Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync``, ``tracing`` and ``cpu`` run inside vLLM. ``client`` and
-``fleet`` need no torch.
+Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync``, ``tracing`` and ``cpu`` run inside
+vLLM. ``client`` and ``fleet`` need no torch.
 """
 
 FACE = (

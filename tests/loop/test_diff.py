@@ -16,6 +16,7 @@ from megarl.diff.command import ENGINE, Diff, DiffSequence, diff, run
 from tests.loop.diff_causes import CAUSES, FILES, TOKENS, other_weights
 from tests.loop.engines import save_tokenizer
 from tests.loop.test_sync_families import SIZES
+from tests.loop.vision_models import save_qwen_processor
 from tests.loop.zygote import Zygote
 from tests.parallel.families import FAMILIES, hf_model
 from tests.system.jobs import Job
@@ -23,13 +24,15 @@ from tests.system.jobs import Job
 QUICK = ("rope-size", "missing-expert", "kept-prefix", "temperature")
 """Causes of every run; ``make soak`` has all."""
 HEALTHY = ("qwen3", "deepseek_v3")
+REFUSED = "qwen2_windows"
+"""vLLM refuses a window of some layers in Qwen2."""
 TEMPLATE = "{% for m in messages %}t7 {{ m.content }}{% endfor %}"
 
 
 def compared(family: str, folder: Path, zygote: Zygote, name: str | None = None, **settings: Any) -> Diff:
     """The family's tiny model on both sides, with the seeded cause ``name`` in the engine."""
     path, seeded = folder / "model", None if name is None else CAUSES[name]
-    save_tokenizer(path)
+    (save_qwen_processor if "vision_config" in FAMILIES[family][1] else save_tokenizer)(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     hf_model(family, **SIZES.get(family, {})).save_pretrained(path)
     options = {} if seeded is None else seeded.options
@@ -47,7 +50,9 @@ def compared(family: str, folder: Path, zygote: Zygote, name: str | None = None,
 
     # transformers reads the words of this tokenizer in other ways for the model types of some families.
     messages = [{"role": "user", "content": "t5 t6"}] if family == "qwen3" else None
-    return diff(DiffSequence(config, TOKENS, messages), folder, start)
+    # vLLM's table of this tiny model's YaRN ends after 40 positions.
+    tokens = TOKENS[:30] if family == "ministral3" else TOKENS
+    return diff(DiffSequence(config, tokens, messages), folder, start)
 
 
 @pytest.mark.slow
@@ -65,7 +70,8 @@ def test_a_seeded_cause_is_named(name: str, tmp_path: Path, zygote: Zygote) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=() if name in HEALTHY else pytest.mark.soak) for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=() if name in HEALTHY else pytest.mark.soak) for name in FAMILIES if name != REFUSED],
 )
 def test_no_layer_of_a_healthy_model_is_named(family: str, tmp_path: Path, zygote: Zygote) -> None:
     found = compared(family, tmp_path, zygote)

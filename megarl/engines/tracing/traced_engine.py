@@ -1,7 +1,7 @@
 """The engine of a comparison: vLLM within one process, with hooks that record what its modules compute.
 
-``python -m megarl.engines.tracing.traced_engine <options of the run's engines>`` reads the request from ``$MEGARL_DIFF`` (JSON) and
-writes an ``EngineTrace``.
+``python -m megarl.engines.tracing.traced_engine <options of an engine>`` reads the request from the JSON file that
+``$MEGARL_DIFF`` names and writes an ``EngineTrace``.
 """
 
 from __future__ import annotations
