@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megarl.diff.compare import CACHE, SAMPLER, TEMPLATE, WEIGHTS, Finding, relative, separated
+from megarl.diff.operation_errors import CACHE, SAMPLER, TEMPLATE, WEIGHTS, Finding, relative, separated
 from megarl.engines.tracing import points
 from megarl.engines.tracing.points import EngineTrace, Record
 from megarl.learn.models.attention import attend

@@ -19,7 +19,7 @@ from megarl.core.errors import ConfigError, JobError
 if TYPE_CHECKING:
     from megarl.config import Config
     from megarl.diff.causes import Cause
-    from megarl.diff.compare import Finding
+    from megarl.diff.operation_errors import Finding
     from megarl.engines.tracing.points import EngineTrace
 
 DESCRIPTION = """Compute one sequence in the trainer's model and in an engine, operation by operation; name the first
@@ -121,7 +121,7 @@ def diff(sequence: DiffSequence, folder: Path, start: Start | None = None) -> Di
         JobError: the engine's process fails.
     """
     from megarl.diff.causes import cause_of
-    from megarl.diff.compare import compare, first
+    from megarl.diff.operation_errors import compare, first
     from megarl.diff.trainer_trace import TrainerModel
 
     began = time.monotonic()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megarl.diff.compare import CACHE, SAMPLER, TEMPLATE
+from megarl.diff.operation_errors import CACHE, SAMPLER, TEMPLATE
 from megarl.engines.tracing import points, traced_engine
 from megarl.engines.tracing.traced_engine import TracedEngine
 

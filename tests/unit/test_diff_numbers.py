@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.diff.causes import cause_of
-from megarl.diff.compare import CACHE, SAMPLER, Finding, compare, first
+from megarl.diff.operation_errors import CACHE, SAMPLER, Finding, compare, first
 from megarl.engines.tracing import points
 from megarl.engines.tracing.points import EngineTrace, Record
 from megarl.learn.models.attention import attend

@@ -34,7 +34,7 @@ class Recorder:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._found: dict[Point, list[torch.Tensor]] = defaultdict(list)
-        self._removed: list[Any] = []
+        self._undone: list[Callable[[], None]] = []
         self._tokens = 0
         """Tokens of the forward pass."""
         self.layers = layers_of(model)
@@ -48,9 +48,9 @@ class Recorder:
         try:
             yield record
         finally:
-            for hook in self._removed:
-                hook.remove()
-            self._removed.clear()
+            for undo in self._undone:
+                undo()
+            self._undone.clear()
         record.update({point: torch.cat(parts) for point, parts in self._found.items()})
 
     def _install(self) -> None:
@@ -87,11 +87,23 @@ class Recorder:
             elif isinstance(module, MLAAttention):
                 self._after(module, number, points.ATTENTION)
             elif isinstance(module, Attention) and not is_latent:
-                for place, argument in enumerate((points.ROTATED_QUERY, points.ROTATED_KEY)):
-                    self._before(module, number, argument, _argument(place))
-                self._after(module, number, points.ATTENTION)
+                self._core(module, number)
             elif not is_latent and last in places | norms:
                 self._after(module, number, (places | norms)[last])
+
+    def _core(self, module: Any, number: int) -> None:
+        """Record queries, keys and output. Transformers' modules call ``forward`` itself, which has no hooks."""
+        forward = module.forward
+
+        def wrapped(query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            for operation, tensor in ((points.ROTATED_QUERY, query), (points.ROTATED_KEY, key)):
+                self._found[number, operation].append(flat(tensor, self._tokens))
+            out: torch.Tensor = forward(query, key, *args, **kwargs)
+            self._found[number, points.ATTENTION].append(flat(out, self._tokens))
+            return out
+
+        module.forward = wrapped
+        self._undone.append(lambda: delattr(module, "forward"))
 
     def _before(
         self, module: torch.nn.Module, number: int, operation: str, read: Callable[[Any, tuple[Any, ...]], torch.Tensor]
@@ -105,7 +117,7 @@ class Recorder:
                 self._tokens = tensor.numel() // tensor.shape[-1]
             self._found[number, operation].append(flat(tensor, self._tokens))
 
-        self._removed.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+        self._undone.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
     def _after(self, module: torch.nn.Module, number: int, operation: str) -> None:
         def hook(_: Any, args: Any, output: Any) -> None:
@@ -113,15 +125,7 @@ class Recorder:
                 flat(output[0] if isinstance(output, tuple) else output, self._tokens)
             )
 
-        self._removed.append(module.register_forward_hook(hook))
-
-
-def _argument(place: int) -> Callable[[Any, tuple[Any, ...]], torch.Tensor]:
-    def read(_: Any, values: tuple[Any, ...]) -> torch.Tensor:
-        found: torch.Tensor = values[place]
-        return found
-
-    return read
+        self._undone.append(module.register_forward_hook(hook).remove)
 
 
 def _stream(bound: dict[str, Any], _: tuple[Any, ...]) -> torch.Tensor:
