@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from megarl.core.errors import ConfigError, JobError
+from megarl.core.errors import ConfigError, InputError, JobError
 
 if TYPE_CHECKING:
     from megarl.config import Config
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Compare and print; return 1 if an operation differs, else 0. Raises InputError or JobError."""
     from megarl.config import compose
+    from megarl.weights.megatron_private import silence
 
+    silence()
     place = Path(arguments.model)
     with tempfile.TemporaryDirectory() as folder:
         if (place / "resolved.json").is_file():
@@ -220,11 +222,15 @@ def _stored_dtype(path: Path) -> Literal["float32", "bfloat16"]:
 def _of_model(config: Config, dtype: Literal["float32", "bfloat16"], most: int) -> DiffSequence:
     """Return a text by the model's tokenizer, and its conversation if there is a chat template."""
     from megarl.tasks import ChatTokenizer
+    from megarl.tasks.templates.tokenizer import read_tokenizer
 
-    tokenizer = ChatTokenizer.of(config)
-    ids = [int(i) for i in tokenizer.response_ids(TEXT * (1 + most // 20))][:most]
+    ids = read_tokenizer(Path(config.model.path) / "tokenizer.json").encode(TEXT * (1 + most // 20)).ids[:most]
     config = replace(config, model=replace(config.model, dtype=dtype))
-    messages = [{"role": "user", "content": TEXT}] if tokenizer.template else None
+    messages: list[dict[str, Any]] | None = [{"role": "user", "content": TEXT}]
+    try:
+        ChatTokenizer.of(config)
+    except InputError:  # a model that was not trained on conversations
+        messages = None
     return DiffSequence(config, ids, messages)
 
 

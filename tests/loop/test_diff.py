@@ -80,6 +80,15 @@ def test_no_layer_of_a_healthy_model_is_named(family: str, tmp_path: Path, zygot
     assert len(found.findings) > 10
 
 
+@pytest.mark.soak
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama2", "qwen3_moe", "deepseek_v3"])
+def test_rounding_to_bfloat16_is_within_the_tolerances(family: str, tmp_path: Path, zygote: Zygote) -> None:
+    found = compared(family, tmp_path, zygote, dtype="bfloat16")
+    print(f"DIFF {family}, bfloat16:\n{found.text()}")
+    assert found.first is None, found.text()
+
+
 @pytest.mark.slow
 def test_the_command_compares_a_row_of_a_run(whole_job: Job, capsys: pytest.CaptureFixture[str]) -> None:
     """With an engine process of its own, the run's last weights and its own chat template."""
