@@ -34,7 +34,7 @@ def compared(family: str, folder: Path, zygote: Zygote, name: str | None = None,
     path, seeded = folder / "model", None if name is None else CAUSES[name]
     (save_qwen_processor if "vision_config" in FAMILIES[family][1] else save_tokenizer)(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
-    hf_model(family, **SIZES.get(family, {})).save_pretrained(path)
+    hf_model(family, **SIZES.get(family.removesuffix("_unbiased"), {})).save_pretrained(path)
     options = {} if seeded is None else seeded.options
     config = Config(
         model=ModelConfig(path=str(path), **settings),

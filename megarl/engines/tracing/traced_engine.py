@@ -55,7 +55,7 @@ class Recorder:
 
     def _install(self) -> None:
         for number, layer in enumerate(self.layers):
-            self._before(layer, number, points.STREAM, _stream)
+            self._before(layer, number, points.STREAM, _stream if _adds_residual(layer) else _hidden)
             attention = _child(layer, ATTENTIONS)
             if attention is not None:
                 self._before(attention, number, points.ATTENTION_INPUT, _hidden)
@@ -126,6 +126,11 @@ class Recorder:
             )
 
         self._undone.append(module.register_forward_hook(hook).remove)
+
+
+def _adds_residual(layer: torch.nn.Module) -> bool:
+    """Return True if the layer's hidden states and residual are two parts of a sum; EXAONE ignores what it is given."""
+    return "residual is None" in inspect.getsource(type(layer).forward)
 
 
 def _stream(bound: dict[str, Any], _: tuple[Any, ...]) -> torch.Tensor:
