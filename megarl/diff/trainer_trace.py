@@ -87,7 +87,8 @@ class TrainerModel:
             attention, mlp = layer.self_attention, layer.mlp
             hooks.before(attention, number, points.ATTENTION_INPUT)
             hooks.before(mlp, number, points.MLP_INPUT)
-            hooks.after(mlp, number, points.MLP)
+            # Forced, because rounding may choose another expert for a token.
+            hooks.after(mlp, number, points.MLP, force=True)
             hooks.after(attention.linear_proj, number, points.PROJECTION)
             if hasattr(mlp, "router"):
                 hooks.wrap(mlp.router, "gating", number, points.ROUTER)
@@ -174,7 +175,10 @@ class _Hooks:
             for point, value in found.items():
                 self._record.setdefault(point, value)
             given = self._given.get((number, operation)) if force else None
-            return None if given is None else given.view_as(tensor).to(tensor.dtype)
+            if given is None:
+                return None
+            forced = given.view_as(tensor).to(tensor.dtype)
+            return (forced, *(None for _ in output[1:])) if isinstance(output, tuple) else forced
 
         # Before the hook that divides logits.
         self.removed.append(module.register_forward_hook(hook, prepend=force).remove)
