@@ -151,7 +151,7 @@ class _Hooks:
             given = self._given.get((number, operation))
             if given is None:
                 return args, kwargs
-            forced = given.view_as(own).to(own.dtype)
+            forced = given.view_as(own).to(own.dtype, copy=True)  # Megatron may add in place
             return ((forced, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": forced})
 
         self.removed.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
@@ -177,7 +177,7 @@ class _Hooks:
             given = self._given.get((number, operation)) if force else None
             if given is None:
                 return None
-            forced = given.view_as(tensor).to(tensor.dtype)
+            forced = given.view_as(tensor).to(tensor.dtype, copy=True)
             return (forced, *(None for _ in output[1:])) if isinstance(output, tuple) else forced
 
         # Before the hook that divides logits.
