@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl.core.processes.machine import uncollected
+from megarl.diff import command as diff
 from megarl.exam import command as exam
 from megarl.planner.model_cost import DEVICES
 from megarl.run.data import command as data_command
@@ -167,6 +168,7 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument(
         "--same-grid", action="store_true", help="compute on as many processes as the run, where every bit counts"
     )
+    diff.add_arguments(add("diff", diff.DESCRIPTION))
     add_arguments(add("convert", "Convert checkpoints between HF and Megatron-Core, reshard them, list their content."))
     add_model.add_arguments(add("add-model", add_model.DESCRIPTION))
     exam.add_arguments(add("exam", exam.DESCRIPTION))
@@ -587,6 +589,7 @@ COMMANDS = {
     "doctor": _doctor,
     "report": _report,
     "replay": _replay,
+    "diff": diff.run,
     "convert": _convert,
     "add-model": add_model.run,
     "exam": exam.run,

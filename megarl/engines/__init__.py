@@ -1,7 +1,7 @@
 """Rollout engines: their rows, vLLM servers, code inside vLLM, and clients.
 
-Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync`` and ``cpu`` run inside vLLM. ``client`` and
-``fleet`` need no torch.
+Code here imports nothing of ``learn`` and ``train``. ``server``, ``sync``, ``tracing`` and ``cpu`` run inside
+vLLM. ``client`` and ``fleet`` need no torch.
 """
 
 FACE = (
@@ -16,5 +16,7 @@ FACE = (
     "fleet",
     "sync.link",
     "sync.shared",
+    "tracing.points",
+    "tracing.traced_engine",
 )
 """Modules that other packages may import."""

@@ -15,6 +15,7 @@ FACE = (
     "memory.phases",
     "memory.resident_bytes",
     "memory.residents",
+    "models.attention",
     "models.experts",
     "models.from_scratch",
     "models.gpt",

@@ -6,6 +6,7 @@ Code here starts processes and reads the files that they write. It computes no l
 FACE = (
     "checks.job",
     "data.command",
+    "data.open_run",
     "data.show",
     "job_store",
     "launch.bench",
@@ -13,16 +14,19 @@ FACE = (
     "launch.scale",
     "launch.starter",
     "launch.store",
+    "launch.subjects",
     "launch.sweep",
     "nodes.fit",
     "nodes.gpu_state",
     "nodes.plan",
     "planning",
     "process.interrupt",
+    "process.ports",
     "process.process",
     "replay",
     "report.doctor",
     "report.html",
     "run_dir.prepare",
+    "supervise.process_specs",
 )
 """Modules that other packages may import."""

@@ -36,7 +36,7 @@ ONLY = {
 APART = {
     ("engines", "learn"), ("engines/client", "weights"), ("engines/fleet", "weights"),
     *((box, below) for box in ("tasks", "buffer", "explore")
-      for below in ("weights", "learn", "engines/server", "engines/sync", "engines/cpu")),
+      for below in ("weights", "learn", "engines/server", "engines/sync", "engines/cpu", "engines/tracing")),
 }  # fmt: skip
 """(layer or package, one that it never imports, though that stands above it)"""
 MAX_FILES = 15
@@ -476,7 +476,7 @@ def test_inherited_code_is_seen_wherever_it_stands(base: str, seen: bool) -> Non
     assert shared_code(sources) == ({"_Further": ["Base"]} if seen else {})
 
 
-WITH_VLLM = ("engines/server", "engines/sync", "engines/cpu")
+WITH_VLLM = ("engines/server", "engines/sync", "engines/cpu", "engines/tracing")
 """Packages whose code runs in engines."""
 
 

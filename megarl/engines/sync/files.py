@@ -18,6 +18,8 @@ from megarl.weights.reshard.layout import Layout
 ELEMENTS = 4 << 20
 """Elements read from the files and compared in one piece."""
 SHOWN = 4
+ROUNDED = 0.05
+"""Largest relative distance of a tensor that was rounded to 8 bits."""
 
 
 def read_files(
@@ -98,3 +100,33 @@ def _differing(held: torch.Tensor, stored: torch.Tensor) -> int:
     stored = stored.to(held.device)
     faint = (held == 0) & (stored.abs() < torch.finfo(stored.dtype).tiny)
     return int((~((held == stored) | faint)).sum())
+
+
+def differing_weights(
+    layout: Layout, rank: int, read: Callable[[str], torch.Tensor], path: Path, dtype: torch.dtype
+) -> dict[str, str]:
+    """Return name -> description of every tensor that differs from the files: which other tensor it is, or how far it
+    lies from its own. Arguments as of ``compare_with_files``."""
+    source, wrong = open_hf(path), dict[str, tuple[torch.Tensor, torch.Tensor]]()
+    try:
+        stored = {piece.tensor: source.read(piece.tensor, piece.box) for piece in layout.pieces(rank)}
+    finally:
+        source.close()
+    for piece in layout.pieces(rank):
+        held = read(piece.local)[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
+        own = stored[piece.tensor].to(wire_dtype(layout, piece.tensor, dtype))
+        if _differing(held, own):
+            wrong[piece.tensor] = held.float(), own.float()
+    return {name: _described(name, *pair, stored) for name, pair in wrong.items()}
+
+
+def _described(name: str, held: torch.Tensor, own: torch.Tensor, stored: dict[str, torch.Tensor]) -> str:
+    if not held.any():
+        return "is zero"
+    for other, tensor in stored.items():
+        if other != name and tensor.shape == held.shape and torch.equal(tensor.float(), held):
+            return f"has the values of {other}"
+    if held.dim() > 1 and torch.equal(held.sum(-1).sort().values, own.sum(-1).sort().values):
+        return "has its rows in another order"
+    far = float((held - own).norm() / own.norm())
+    return f"is rounded, by {far:.1%}" if far < ROUNDED else f"has other values, {far:.0%} away"

@@ -19,7 +19,7 @@ from megarl.core.errors import WeightSyncError
 from megarl.core.processes.machine import trim_memory
 from megarl.engines.client.control import FAILURE
 from megarl.engines.sync.eight_bits import EightBits
-from megarl.engines.sync.files import compare_with_files, read_files
+from megarl.engines.sync.files import compare_with_files, differing_weights, read_files
 from megarl.engines.sync.link import Backend, Link, LinkAddress, join_groups, open_store
 from megarl.engines.sync.lora import AdaptedWriter, AdapterWriter, Part
 from megarl.engines.sync.shared import DeviceMemory, HostMemory, Places, SharedMemoryReceiver, machine
@@ -332,6 +332,14 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         with torch.device(self.device), torch.no_grad():
             count = writer.eight_bits.check_files(path, dtype)
             return count + compare_with_files(writer.eight_bits.rest, rank, read, path, dtype)
+
+    def differing_weights(self, path: Path) -> dict[str, str]:
+        """Return ``files.differing_weights`` from the checkpoint at ``path``, without weights in 8 bits."""
+        _, writer = self._alone()
+        read = lru_cache(maxsize=1)(writer.computed_with)
+        with torch.device(self.device), torch.no_grad():
+            rest, rank = writer.eight_bits.rest, self.parallel_config.rank
+            return differing_weights(rest, rank, read, path, self.model_config.dtype)
 
     def expect_files(self) -> None:
         """Prepare for updates from files, which need no trainer."""

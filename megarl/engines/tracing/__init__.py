@@ -1,0 +1,1 @@
+"""An engine with hooks that record what its modules compute, for ``megarl diff``."""
