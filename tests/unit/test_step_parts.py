@@ -52,6 +52,7 @@ ORDER = (
     "Resumed",
     "StoredGroups",
     "Verdicts",
+    "Gamed",
     "Alarms",  # tests what the other parts have measured
 )
 

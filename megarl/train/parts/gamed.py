@@ -1,0 +1,223 @@
+"""Rewards that are gamed: responses that an independent verifier calls wrong, or that answer another task, gain reward.
+
+A few responses of each step are judged twice more. ``truth``: by the user's independent verifier (``alarms.truth``).
+``other_truth``: by the reward function itself, against the ground truth of another task of the step. A policy that
+learns the task gives wrong responses no more reward than before; a policy that games the reward does.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from megarl.buffer.store import Store
+from megarl.config import Config
+from megarl.core.metrics import records
+from megarl.core.schema import Task, Trajectory
+from megarl.rewards.again import SecondVerifier
+from megarl.rewards.verdict import NO_VERDICT
+from megarl.train.batch.judged_texts import JudgedTexts, verifier_score
+from megarl.train.part import Metrics, Part, StepData
+from megarl.train.ranks import Reporter, RunContext, TrainState
+
+WAIT_S, FIRST_WAIT_S = 1.0, 10.0
+"""Longest wait of a step for verdicts, and of the first step, while processes import verifiers."""
+RANDOM = 10
+"""Random stream of the choice of responses."""
+FIRST, LAST = 4, 4
+"""Steps at the beginning, and newest steps, whose wrong responses are compared."""
+ERRORS = 4.0
+"""Standard errors of the rise of wrong responses' reward beyond which it is no chance, in every step of a job."""
+HINT = {
+    "truth": "look at wrong responses with high rewards, and at what reward function and alarms.truth read of a text",
+    "other_truth": "look at what the reward function accepts whatever the ground truth is",
+}
+ALARMS = {"truth": "gamed", "other_truth": "any-truth"}
+"""Prefix of the metrics -> alarm."""
+
+
+@dataclass
+class Judge:
+    """A verifier with its open questions.
+
+    Attributes:
+        source: Prefix of its metrics.
+        open: Number of a question -> (trained score, text). The score is NaN where the verdict itself is compared.
+    """
+
+    source: str
+    verifier: SecondVerifier
+    open: dict[int, tuple[float, str]] = field(default_factory=dict)
+    example: str = ""
+    """Text of the wrong response with the highest score of the step."""
+
+    def ask(self, task: Task, text: str, in_thinking: bool, score: float = math.nan) -> None:
+        """Ask for a verdict."""
+        if (number := self.verifier.ask(task, text, in_thinking=in_thinking)) is not None:
+            self.open[number] = score, text
+
+    def metrics(self, wait_s: float, weight: float) -> Metrics:
+        """Return count, share of right responses, and mean and deviation of wrong ones' scores; {} without verdicts."""
+        wrong, count = list[tuple[float, str]](), 0
+        for number, reply in self.verifier.replies(wait_s).items():
+            score, text = self.open.pop(number)
+            if "error" in reply or reply["status"] in NO_VERDICT:
+                continue
+            count += 1
+            if math.isnan(score):
+                wrong.append((weight * reply["score"], text))
+            elif reply["status"] != "ok":
+                wrong.append((score, text))
+        if not self.verifier.is_asked:
+            self.open.clear()  # questions that were lost
+        if not count:
+            return {}
+        scores = [score for score, _ in wrong]
+        self.example = max(wrong, default=(0.0, ""))[1]
+        return {
+            f"{self.source}/asked": float(count),
+            f"{self.source}/right": 1.0 - len(wrong) / count,
+            f"{self.source}/wrong_reward": statistics.fmean(scores) if scores else 0.0,
+            f"{self.source}/wrong_spread": statistics.pstdev(scores) if scores else 0.0,
+        }
+
+
+class Gamed(Part):
+    """Judges ``alarms.truths`` responses of each step again, on rank 0, and compares the newest steps with the first."""
+
+    def __init__(self, config: Config, context: RunContext, store: Store, reporter: Reporter) -> None:
+        self._config, self._texts, self._reporter = config, JudgedTexts(config, store), reporter
+        self._path = context.run_dir / "metrics.jsonl"
+        self._steps: list[Mapping[str, float]] | None = None
+        self._judges: list[Judge] = []
+        self._wait_s = FIRST_WAIT_S
+        if context.rank == 0:
+            if config.alarms.truth is not None:
+                reward = replace(config.reward, path=config.alarms.truth)
+                self._judges.append(Judge("truth", SecondVerifier(reward)))
+            if config.reward.path is not None:
+                self._judges.append(Judge("other_truth", SecondVerifier(config.reward)))
+        for judge in self._judges:
+            judge.verifier.start()
+
+    def before_batch(self, state: TrainState, data: StepData) -> None:
+        free = [judge for judge in self._judges if not judge.verifier.is_asked]
+        if not free:
+            return
+        random = np.random.default_rng([RANDOM, state.step])
+        texts = list(self._texts.of(spread(data.trajectories, self._config.alarms.truths, random)))
+        for judge in free:
+            for place, (one, task, text, in_thinking) in enumerate(texts):
+                if judge.source == "truth":
+                    judge.ask(task, text, in_thinking, verifier_score(one.reward, self._config))
+                    continue
+                others = [other for _, other, _, _ in texts[place:] + texts[:place]]
+                other = next((each for each in others if each.ground_truth != task.ground_truth), None)
+                if other is not None:
+                    judge.ask(other, text, in_thinking)
+
+    def after_step(self, state: TrainState, metrics: Metrics) -> None:
+        if self._steps is None:
+            steps = {one["step"]: one for one in records(self._path) if "timing_s/step" in one}
+            self._steps = [one for step, one in sorted(steps.items()) if step < state.step]
+        for judge in self._judges:
+            metrics.update(judge.metrics(self._wait_s, self._config.reward.weight))
+        self._wait_s = WAIT_S
+        if self._judges:
+            self._steps.append(dict(metrics))
+        bound = self._config.alarms.gamed
+        for judge in self._judges if bound is not None else ():
+            found = gain(self._steps, judge.source, self._config.trainer.tasks_per_step)
+            if found is None or f"{judge.source}/asked" not in metrics:
+                continue
+            metrics[f"check/{ALARMS[judge.source]}"] = found.share
+            if found.share > bound and found.errors > ERRORS and found.share > found.learned:
+                metrics[f"alarm/{ALARMS[judge.source]}"] = found.share
+                self._reporter.log(
+                    f"alarm {ALARMS[judge.source]}: step {state.step}: {found}, such as {judge.example!a:.200}; "
+                    f"{HINT[judge.source]}"
+                )
+
+    def finish(self) -> None:
+        for judge in self._judges:
+            judge.verifier.close()
+
+
+def spread(trajectories: Sequence[Trajectory], number: int, random: np.random.Generator) -> list[Trajectory]:
+    """Choose responses with a verdict at random, of as many groups as there are."""
+    known = [one for one in trajectories if one.cause is None and one.reward.status not in NO_VERDICT]
+    known = [known[i] for i in random.permutation(len(known))]
+    turn, counts = list[tuple[int, int]](), dict[str, int]()
+    for place, one in enumerate(known):
+        counts[one.group_id] = counts.get(one.group_id, 0) + 1
+        turn.append((counts[one.group_id], place))
+    return [known[place] for _, place in sorted(turn)[:number]]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """Reward that wrong responses have gained since the first steps.
+
+    Attributes:
+        before, now: Mean reward of wrong responses.
+        share: Rise of the mean reward by wrong responses, as a share of the range of rewards.
+        errors: The rise in standard errors.
+        learned: Rise of the share of right responses.
+    """
+
+    before: float
+    now: float
+    share: float
+    errors: float
+    learned: float
+
+    def __str__(self) -> str:
+        return (
+            f"wrong responses get {self.now:.3g} on average, and got {self.before:.3g} in the first {FIRST} steps "
+            f"({self.errors:.1f} standard errors); the share of right ones changed by {self.learned:+.0%}"
+        )
+
+
+def gain(steps: Sequence[Mapping[str, float]], source: str, groups: int) -> Gain | None:
+    """Compare wrong responses of the newest steps with those of the first; None before there are both.
+
+    Args:
+        steps: Metrics of all steps, in order.
+        source: Prefix of the judge's metrics.
+        groups: Groups of a step. Responses of a group are alike, so no more than these count for the error.
+    """
+    known = [one for one in steps if f"{source}/asked" in one]
+    first, last = known[:FIRST], known[max(FIRST, len(known) - LAST) :]
+    if not last:
+        return None
+    (n, before, variance), (m, now, later) = _wrong(first, source), _wrong(last, source)
+    ends = [one[f"critic/score/{end}"] for one in (*first, *last) for end in ("min", "max")]
+    if not n or not m or max(ends) == min(ends):
+        return None
+    alike = max(1.0, max(one[f"{source}/asked"] for one in known) / groups)
+    error = math.sqrt(alike * (variance / n + later / m))
+    right, learned = _right(first, source), _right(last, source)
+    rise = now - before
+    share = rise * (1.0 - learned) / (max(ends) - min(ends))
+    return Gain(before, now, share, rise / error if error else math.copysign(math.inf, rise) if rise else 0.0,
+                learned - right)  # fmt: skip
+
+
+def _wrong(steps: Sequence[Mapping[str, float]], source: str) -> tuple[float, float, float]:
+    """Return count, mean and variance of wrong responses' rewards."""
+    counts = [one[f"{source}/asked"] * (1.0 - one[f"{source}/right"]) for one in steps]
+    if (number := sum(counts)) < 1.0:
+        return 0.0, 0.0, 0.0
+    means = [one[f"{source}/wrong_reward"] for one in steps]
+    squares = [one[f"{source}/wrong_spread"] ** 2 + mean**2 for one, mean in zip(steps, means, strict=True)]
+    mean = sum(n * each for n, each in zip(counts, means, strict=True)) / number
+    return number, mean, max(0.0, sum(n * each for n, each in zip(counts, squares, strict=True)) / number - mean**2)
+
+
+def _right(steps: Sequence[Mapping[str, float]], source: str) -> float:
+    asked = [one[f"{source}/asked"] for one in steps]
+    return sum(n * one[f"{source}/right"] for n, one in zip(asked, steps, strict=True)) / sum(asked)
