@@ -32,14 +32,14 @@ class AlarmsConfig:
     """Trained responses of each step whose verdicts are asked for again, in a process of its own; not those of programs
     and judges. An answer takes the verifier's time once more: milliseconds, beside seconds of sampling."""
     truth: str | None = None
-    """Python file with ``compute_score`` (as ``reward.path``) of a verifier that is independent of the reward. It judges
-    ``truths`` responses of each step, in a process of its own; wrong responses that gain reward are an alarm."""
-    truths: NonNegative = 16
+    """Python file with ``compute_score``, as ``reward.path``: a verifier that is independent of the reward. It judges
+    ``truths`` responses of each step, in a process of its own. An alarm tells wrong responses that gain reward."""
+    truths: NonNegative = 32
     """Trained responses of each step that ``truth`` judges, and, with ``reward.path``, its function against the ground
-    truth of another task; 0 for neither. The alarm's chance falls with their number times steps."""
+    truth of another task; 0 for neither. Few responses notice a rise late."""
     gamed: Annotated[float, Bound(0, 1)] | None = 0.1
-    """Rise of the mean reward by wrong responses since the first four steps, as a share of the rewards' range, if it is
-    beyond four standard errors and above the rise of right responses. Below 0.1 a form that is learned counts, too."""
+    """Rise of the mean reward through wrong responses since the first four steps, as a share of the rewards' range. It
+    must exceed chance, and the rise of right responses. A form that is learned may give a few percent."""
     groups: bool = True
     """Compare each step's groups with the store's rows: earlier use, number, lag, the order of tasks and seeds."""
     entropy: UnitInterval | None = 0.1

@@ -30,8 +30,10 @@ RANDOM = 10
 """Random stream of the choice of responses."""
 FIRST, LAST = 4, 4
 """Steps at the beginning, and newest steps, whose wrong responses are compared."""
-ERRORS = 4.0
-"""Standard errors of the rise of wrong responses' reward beyond which it is no chance, in every step of a job."""
+ERRORS = 3.5
+"""Standard errors beyond which a rise is no chance: 0.02% a step, and 1% in a job of a hundred steps."""
+ALIKE = 0.5
+"""Assumed correlation of the rewards of a group's wrong responses."""
 HINT = {
     "truth": "look at wrong responses with high rewards, and at what reward function and alarms.truth read of a text",
     "other_truth": "look at what the reward function accepts whatever the ground truth is",
@@ -188,7 +190,7 @@ def gain(steps: Sequence[Mapping[str, float]], source: str, groups: int) -> Gain
     Args:
         steps: Metrics of all steps, in order.
         source: Prefix of the judge's metrics.
-        groups: Groups of a step. Responses of a group are alike, so no more than these count for the error.
+        groups: Groups of a step; several responses of a group tell less than those of as many groups.
     """
     known = [one for one in steps if f"{source}/asked" in one]
     first, last = known[:FIRST], known[max(FIRST, len(known) - LAST) :]
@@ -198,13 +200,12 @@ def gain(steps: Sequence[Mapping[str, float]], source: str, groups: int) -> Gain
     ends = [one[f"critic/score/{end}"] for one in (*first, *last) for end in ("min", "max")]
     if not n or not m or max(ends) == min(ends):
         return None
-    alike = max(1.0, max(one[f"{source}/asked"] for one in known) / groups)
+    alike = 1.0 + ALIKE * max(0.0, max(one[f"{source}/asked"] for one in (*first, *last)) / groups - 1.0)
     error = math.sqrt(alike * (variance / n + later / m))
-    right, learned = _right(first, source), _right(last, source)
-    rise = now - before
-    share = rise * (1.0 - learned) / (max(ends) - min(ends))
-    return Gain(before, now, share, rise / error if error else math.copysign(math.inf, rise) if rise else 0.0,
-                learned - right)  # fmt: skip
+    rise, right = now - before, _right(last, source)
+    share = rise * (1.0 - right) / (max(ends) - min(ends))
+    errors = rise / error if error else math.inf * rise if rise else 0.0
+    return Gain(before, now, share, errors, right - _right(first, source))
 
 
 def _wrong(steps: Sequence[Mapping[str, float]], source: str) -> tuple[float, float, float]:
