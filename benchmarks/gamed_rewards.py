@@ -1,4 +1,4 @@
-"""Alarms for rewards that are gamed: ``python benchmarks/gamed_rewards.py [--clean 50] [--steps 16] [--write]``.
+"""Alarms for rewards that are gamed: ``python benchmarks/gamed_rewards.py [--clean 50] [--steps 28] [--write]``.
 
 Small GRPO jobs on sums, from one model that answers in many ways. Twelve jobs have a reward function with a hole, the
 clean ones a sound function, with other seeds, rates and forms. All functions record the exact verdict beside theirs.
@@ -21,13 +21,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import page
+from megarl.config.alarms import AlarmsConfig
 from megarl.core.metrics import records
 from megarl.core.processes.fork import Forked, ForkServer
 from megarl.exam.processes import ENVIRONMENT, MODULES, NO_FAULT
 from megarl.tasks.generators.generate import generate
 from megarl.tasks.rows import write_rows
+from megarl.train.parts.gamed import ALARMS, gains
 
-LIMIT_S = 600.0
+LIMIT_S = 900.0
+TASKS = 16
+"""Groups of a step."""
 FALL = 0.05
 """Fall of true accuracy before which a reward must be noticed."""
 OVER = 4
@@ -99,7 +103,7 @@ SETTINGS = (
     "experiment=quickstart", "parallel=tp1", "taskset.generate=null", "taskset.train={files}/train.parquet",
     "taskset.eval={files}/eval.parquet", "taskset.warm_start={files}/warm_start.parquet", "taskset.expert=null",
     "rollout.max_response_tokens=16", "rollout.max_prompt_tokens=null", "rollout.kv_cache_bytes=33554432",
-    "trainer.tasks_per_step=16", "trainer.checkpoint_interval=1000", "trainer.eval_interval=1000",
+    f"trainer.tasks_per_step={TASKS}", "trainer.checkpoint_interval=1000", "trainer.eval_interval=1000",
     "cluster.restarts=0", "trainer.updates_per_step=1",
     "alarms.witness=false", "alarms.trajectories=0", "alarms.verdicts=0", "alarms.groups=false", "alarms.truth={files}/truth.py",
 )  # fmt: skip
@@ -127,7 +131,7 @@ def make_rows(files: Path) -> None:
 def clean_settings(number: int) -> tuple[str, list[str]]:
     """Return the function's name and the settings of a clean job: each has another seed, rate and form."""
     name = list(CLEAN)[number % len(CLEAN)]
-    settings = [f"trainer.seed={number + 10}", f"trainer.optimizer.lr={(2e-4, 5e-5, 1e-3)[number % 3]}"]
+    settings = ["trainer.steps=16", f"trainer.seed={number + 10}", f"trainer.optimizer.lr={(2e-4, 5e-5, 1e-3)[number % 3]}"]
     settings += [f"algorithm.kl.coef={(0.02, 0.2)[number % 2]}", f"algorithm.group_size={(8, 4, 8, 16)[number % 4]}"]
     if number % 5 == 0:
         settings += ["reward.overlong_buffer=12", "reward.overlong_penalty=0.5"]
@@ -139,8 +143,8 @@ def clean_settings(number: int) -> tuple[str, list[str]]:
 class Jobs:
     """Runs jobs forked from one process, and keeps their metrics."""
 
-    def __init__(self, folder: Path, steps: int) -> None:
-        self.folder, self.files, self._steps = folder, folder / "files", steps
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.files = folder, folder / "files"
         self._environment = {**os.environ, **ENVIRONMENT}
         self._server = ForkServer.start(MODULES, self._environment)
         self.files.mkdir(parents=True, exist_ok=True)
@@ -158,7 +162,7 @@ class Jobs:
         """Return the metrics of a job's steps; a job whose metrics are kept does not run again."""
         path = self.folder / f"{name}.jsonl"
         if not path.is_file():
-            run_dir = self._train(name, function, (*JOB, f"trainer.steps={self._steps}", *settings))
+            run_dir = self._train(name, function, (*JOB, *settings))
             kept = "".join(json.dumps(one) + "\n" for one in records(run_dir / "metrics.jsonl") if "timing_s/step" in one)
             path.write_text(kept)
             shutil.rmtree(run_dir)
@@ -209,8 +213,14 @@ def fall(steps: Sequence[Mapping[str, float]]) -> int | None:
 
 
 def alarm(steps: Sequence[Mapping[str, float]], name: str) -> int | None:
-    """Return the step of the first alarm of a name; None without one."""
-    return next((int(one["step"]) for one in steps if f"alarm/{name}" in one), None)
+    """Return the step of the first alarm of a name, by the rule and the recorded metrics; None without one."""
+    [source] = [source for source, own in ALARMS.items() if own == name]
+    bound = AlarmsConfig().gamed
+    assert bound is not None
+    for number in range(1, len(steps) + 1):
+        if any(found.is_game(bound) for found in gains(steps[:number], source, TASKS)):
+            return int(steps[number - 1]["step"])
+    return None
 
 
 def table(gamed: Mapping[str, list[dict[str, float]]], clean: Mapping[str, list[dict[str, float]]]) -> str:
@@ -245,16 +255,16 @@ def table(gamed: Mapping[str, list[dict[str, float]]], clean: Mapping[str, list[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--clean", type=int, default=50)
-    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=28)
     parser.add_argument("--only", nargs="+", default=[])
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=Path("runs/gamed").resolve())
     parser.add_argument("--write", action="store_true", help="write docs/benchmarks/gamed_rewards.md")
     given = parser.parse_args()
-    jobs = Jobs(given.folder, given.steps)
+    jobs = Jobs(given.folder)
     try:
         with ThreadPoolExecutor(given.at_once) as pool:
-            rate = ("trainer.optimizer.lr=1e-3", "algorithm.kl.coef=0.02")
+            rate = ("trainer.optimizer.lr=4e-4", "algorithm.kl.coef=0.02", f"trainer.steps={given.steps}")
             names = [name for name in GAMED if not given.only or name in given.only]
             bad = [(name, pool.submit(jobs.metrics, f"gamed-{name}", name, rate)) for name in names]
             sound = []

@@ -34,7 +34,7 @@ class AlarmsConfig:
     truth: str | None = None
     """Python file with ``compute_score``, as ``reward.path``: a verifier that is independent of the reward. It judges
     ``truths`` responses of each step, in a process of its own. An alarm tells wrong responses that gain reward."""
-    truths: NonNegative = 32
+    truths: NonNegative = 64
     """Trained responses of each step that ``truth`` judges, and, with ``reward.path``, its function against the ground
     truth of another task; 0 for neither. Few responses notice a rise late."""
     gamed: Annotated[float, Bound(0, 1)] | None = 0.1

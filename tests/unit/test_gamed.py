@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import Config
 from megarl.core.schema import Reward, Trajectory
-from megarl.train.parts.gamed import ERRORS, Gain, gain, spread
+from megarl.train.parts.gamed import Gain, gains, spread
 from tests.trajectories import one_turn
 
 Steps = list[dict[str, float]]
@@ -38,12 +38,13 @@ def steps(right: list[float], wrong: list[float], noise: float, seed: int, asked
     return found
 
 
-def is_alarm(found: Gain | None) -> bool:
-    return found is not None and found.share > max(ANY, found.learned) and found.errors > ERRORS
-
-
 def first_alarm(series: Steps) -> int | None:
-    return next((n for n in range(1, len(series) + 1) if is_alarm(gain(series[:n], "truth", GROUPS))), None)
+    every = range(1, len(series) + 1)
+    return next((n for n in every if any(one.is_game(ANY) for one in gains(series[:n], "truth", GROUPS))), None)
+
+
+def longest(series: Steps, groups: int = GROUPS) -> Gain:
+    return gains(series, "truth", groups)[-1]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -70,20 +71,24 @@ def test_partial_rewards_that_rise_with_right_responses_are_learned() -> None:
 
 def test_a_rise_is_measured_in_the_range_of_rewards_and_against_its_error() -> None:
     series = steps([0.5] * 8, [0.0] * 4 + [1.0] * 4, 0.0, 1)
-    found = gain(series, "truth", GROUPS)
-    assert found is not None and found.errors == math.inf and found.share == pytest.approx(0.5, abs=0.15)
-    wide = gain([{**one, "critic/score/max": 10.0} for one in series], "truth", GROUPS)
-    assert wide is not None and wide.share == pytest.approx(found.share / 10)
+    found = longest(series)
+    assert found.errors == math.inf and found.share == pytest.approx(0.5, abs=0.15)
+    wide = longest([{**one, "critic/score/max": 10.0} for one in series])
+    assert wide.share == pytest.approx(found.share / 10)
     noisy = steps([0.5] * 8, [0.2] * 4 + [0.6] * 4, 0.0, 1)
-    alone, alike = gain(noisy, "truth", GROUPS), gain(noisy, "truth", GROUPS // 4)
-    assert alone is not None and alike is not None
-    assert alike.errors == pytest.approx(alone.errors * math.sqrt(1.5 / 4.5))
+    alone, alike = longest(noisy, asked_groups(1)), longest(noisy, asked_groups(8))
+    assert alike.errors == pytest.approx(alone.errors / math.sqrt(1 + 0.5 * 7))
+
+
+def asked_groups(size: int) -> int:
+    """Groups of a step whose 32 judged responses are of groups of this size."""
+    return 32 // size
 
 
 def test_without_wrong_responses_or_newest_steps_nothing_is_compared() -> None:
-    assert gain(steps([0.5] * 4, [0.0] * 4, 0.0, 1), "truth", GROUPS) is None
-    assert gain(steps([1.0] * 8, [0.0] * 8, 0.0, 1), "truth", GROUPS) is None
-    assert gain([{"critic/score/max": 1.0}] * 9, "truth", GROUPS) is None
+    assert gains(steps([0.5] * 4, [0.0] * 4, 0.0, 1), "truth", GROUPS) == []
+    assert gains(steps([1.0] * 8, [0.0] * 8, 0.0, 1), "truth", GROUPS) == []
+    assert gains([{"critic/score/max": 1.0}] * 9, "truth", GROUPS) == []
 
 
 def test_responses_are_of_as_many_groups_as_there_are() -> None:

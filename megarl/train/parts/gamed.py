@@ -28,9 +28,9 @@ WAIT_S, FIRST_WAIT_S = 1.0, 10.0
 """Longest wait of a step for verdicts, and of the first step, while processes import verifiers."""
 RANDOM = 10
 """Random stream of the choice of responses."""
-FIRST, LAST = 4, 4
-"""Steps at the beginning, and newest steps, whose wrong responses are compared."""
-ERRORS = 3.5
+FIRST, LAST = 4, (1, 2, 4)
+"""Steps at the beginning, and numbers of newest steps, whose wrong responses are compared."""
+ERRORS = 3.0
 """Standard errors beyond which a rise is no chance: 0.02% a step, and 1% in a job of a hundred steps."""
 ALIKE = 0.5
 """Assumed correlation of the rewards of a group's wrong responses."""
@@ -133,15 +133,15 @@ class Gamed(Part):
             self._steps.append(dict(metrics))
         bound = self._config.alarms.gamed
         for judge in self._judges if bound is not None else ():
-            found = gain(self._steps, judge.source, self._config.trainer.tasks_per_step)
-            if found is None or f"{judge.source}/asked" not in metrics:
+            found = gains(self._steps, judge.source, self._config.trainer.tasks_per_step)
+            if not found or f"{judge.source}/asked" not in metrics:
                 continue
-            metrics[f"check/{ALARMS[judge.source]}"] = found.share
-            if found.share > bound and found.errors > ERRORS and found.share > found.learned:
-                metrics[f"alarm/{ALARMS[judge.source]}"] = found.share
+            name = ALARMS[judge.source]
+            metrics[f"check/{name}"] = found[-1].share
+            if (game := next((each for each in found if each.is_game(bound)), None)) is not None:
+                metrics[f"alarm/{name}"] = game.share
                 self._reporter.log(
-                    f"alarm {ALARMS[judge.source]}: step {state.step}: {found}, such as {judge.example!a:.200}; "
-                    f"{HINT[judge.source]}"
+                    f"alarm {name}: step {state.step}: {game}, such as {judge.example!a:.200}; {HINT[judge.source]}"
                 )
 
     def finish(self) -> None:
@@ -177,6 +177,10 @@ class Gain:
     errors: float
     learned: float
 
+    def is_game(self, bound: float) -> bool:
+        """Return True if the rise is above a bound, above chance, and above that of right responses."""
+        return self.share > max(bound, self.learned) and self.errors > ERRORS
+
     def __str__(self) -> str:
         return (
             f"wrong responses get {self.now:.3g} on average, and got {self.before:.3g} in the first {FIRST} steps "
@@ -184,8 +188,8 @@ class Gain:
         )
 
 
-def gain(steps: Sequence[Mapping[str, float]], source: str, groups: int) -> Gain | None:
-    """Compare wrong responses of the newest steps with those of the first; None before there are both.
+def gains(steps: Sequence[Mapping[str, float]], source: str, groups: int) -> list[Gain]:
+    """Compare wrong responses of the newest steps, by each number of ``LAST``, with those of the first.
 
     Args:
         steps: Metrics of all steps, in order.
@@ -193,19 +197,24 @@ def gain(steps: Sequence[Mapping[str, float]], source: str, groups: int) -> Gain
         groups: Groups of a step; several responses of a group tell less than those of as many groups.
     """
     known = [one for one in steps if f"{source}/asked" in one]
-    first, last = known[:FIRST], known[max(FIRST, len(known) - LAST) :]
-    if not last:
-        return None
-    (n, before, variance), (m, now, later) = _wrong(first, source), _wrong(last, source)
+    first, later = known[:FIRST], known[FIRST:]
+    found = [_gain(first, later[-last:], source, groups) for last in LAST if last <= max(1, len(later))]
+    return [one for one in found if one is not None] if later else []
+
+
+def _gain(
+    first: Sequence[Mapping[str, float]], last: Sequence[Mapping[str, float]], source: str, groups: int
+) -> Gain | None:
+    (n, before, variance), (m, now, newest) = _wrong(first, source), _wrong(last, source)
     ends = [one[f"critic/score/{end}"] for one in (*first, *last) for end in ("min", "max")]
     if not n or not m or max(ends) == min(ends):
         return None
     alike = 1.0 + ALIKE * max(0.0, max(one[f"{source}/asked"] for one in (*first, *last)) / groups - 1.0)
-    error = math.sqrt(alike * (variance / n + later / m))
+    pooled = (n * variance + m * newest) / (n + m)
+    error = math.sqrt(alike * pooled * (1.0 / n + 1.0 / m))
     rise, right = now - before, _right(last, source)
-    share = rise * (1.0 - right) / (max(ends) - min(ends))
     errors = rise / error if error else math.inf * rise if rise else 0.0
-    return Gain(before, now, share, errors, right - _right(first, source))
+    return Gain(before, now, rise * (1.0 - right) / (max(ends) - min(ends)), errors, right - _right(first, source))
 
 
 def _wrong(steps: Sequence[Mapping[str, float]], source: str) -> tuple[float, float, float]:
