@@ -57,7 +57,9 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: c.alarms.groups, StoredGroups),
     (lambda c: c.alarms.verdicts > 0 and not c.reward.shuffle and not c.buffer.operators, Verdicts),
     (
-        lambda c: c.alarms.truths > 0 and (c.alarms.truth is not None or c.reward.path is not None) and not c.reward.shuffle,
+        lambda c: (
+            c.alarms.truths > 0 and (c.alarms.truth is not None or c.reward.path is not None) and not c.reward.shuffle
+        ),
         Gamed,
     ),
     (lambda c: True, Alarms),

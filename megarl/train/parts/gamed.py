@@ -31,7 +31,7 @@ RANDOM = 10
 FIRST, LAST = 4, (1, 2, 4)
 """Steps at the beginning, and numbers of newest steps, whose wrong responses are compared."""
 ERRORS = 3.0
-"""Standard errors beyond which a rise is no chance: 0.02% a step, and 1% in a job of a hundred steps."""
+"""Standard errors beyond which a rise is no chance. In 200 made jobs of 100 steps with 64 judged responses none was."""
 ALIKE = 0.5
 """Assumed correlation of the rewards of a group's wrong responses."""
 HINT = {
@@ -63,12 +63,13 @@ class Judge:
             self.open[number] = score, text
 
     def metrics(self, wait_s: float, weight: float) -> Metrics:
-        """Return count, share of right responses, and mean and deviation of wrong ones' scores; {} without verdicts."""
+        """Return count, share of right responses, and mean and deviation of wrong ones' scores."""
         wrong, count = list[tuple[float, str]](), 0
         for number, reply in self.verifier.replies(wait_s).items():
-            score, text = self.open.pop(number)
-            if "error" in reply or reply["status"] in NO_VERDICT:
+            asked = self.open.pop(number, None)
+            if asked is None or "error" in reply or reply["status"] in NO_VERDICT:
                 continue
+            score, text = asked
             count += 1
             if math.isnan(score):
                 wrong.append((weight * reply["score"], text))
@@ -77,7 +78,7 @@ class Judge:
         if not self.verifier.is_asked:
             self.open.clear()  # questions that were lost
         if not count:
-            return {}
+            return {f"{self.source}/asked": 0.0}
         scores = [score for score, _ in wrong]
         self.example = max(wrong, default=(0.0, ""))[1]
         return {
@@ -128,13 +129,15 @@ class Gamed(Part):
             self._steps = [one for step, one in sorted(steps.items()) if step < state.step]
         for judge in self._judges:
             metrics.update(judge.metrics(self._wait_s, self._config.reward.weight))
+            if judge.source == "truth" and not metrics["truth/asked"]:
+                self._reporter.log(f"step {state.step}: alarms.truth={self._config.alarms.truth} has given no verdict")
         self._wait_s = WAIT_S
         if self._judges:
             self._steps.append(dict(metrics))
         bound = self._config.alarms.gamed
         for judge in self._judges if bound is not None else ():
             found = gains(self._steps, judge.source, self._config.trainer.tasks_per_step)
-            if not found or f"{judge.source}/asked" not in metrics:
+            if not found or not metrics[f"{judge.source}/asked"]:
                 continue
             name = ALARMS[judge.source]
             metrics[f"check/{name}"] = found[-1].share
@@ -196,7 +199,7 @@ def gains(steps: Sequence[Mapping[str, float]], source: str, groups: int) -> lis
         source: Prefix of the judge's metrics.
         groups: Groups of a step; several responses of a group tell less than those of as many groups.
     """
-    known = [one for one in steps if f"{source}/asked" in one]
+    known = [one for one in steps if one.get(f"{source}/asked")]
     first, later = known[:FIRST], known[FIRST:]
     found = [_gain(first, later[-last:], source, groups) for last in LAST if last <= max(1, len(later))]
     return [one for one in found if one is not None] if later else []
