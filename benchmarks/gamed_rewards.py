@@ -21,6 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import page
+
 from megarl.config.alarms import AlarmsConfig
 from megarl.core.metrics import records
 from megarl.core.processes.fork import Forked, ForkServer
@@ -83,7 +84,7 @@ CLEAN: Mapping[str, str] = {
     "signed": "return 2 * right - 1",
     "scaled": "return 10 * right",
     "noisy": "return right if hash(text + truth) % 20 else 1 - right",
-    "near": "n = numbers(text)\n    return right if len(n) != 1 else max(right, 0.5 - abs(int(n[0]) - int(truth)) / 20)",
+    "near": "n = numbers(text) or ['99']\n    return max(right, 0.5 - abs(int(n[0]) - int(truth)) / 20)",
     "form": "return right + 0.1 * (re.fullmatch(r'\\d+', text.strip()) is not None)",
     "strict": "return right * (text == truth)",
 }
@@ -101,7 +102,8 @@ SETTINGS = (
     "rollout.max_response_tokens=16", "rollout.max_prompt_tokens=null", "rollout.kv_cache_bytes=33554432",
     f"trainer.tasks_per_step={TASKS}", "trainer.checkpoint_interval=1000", "trainer.eval_interval=1000",
     "cluster.restarts=0", "trainer.updates_per_step=1",
-    "alarms.witness=false", "alarms.trajectories=0", "alarms.verdicts=0", "alarms.groups=false", "alarms.truth={files}/truth.py",
+    "alarms.witness=false", "alarms.trajectories=0", "alarms.verdicts=0", "alarms.groups=false",
+    "alarms.truth={files}/truth.py",
 )  # fmt: skip
 MODEL = ("trainer.steps=1", "trainer.warm_start.steps=400", "trainer.warm_start.batch_size=64")
 JOB = ("model.path={files}/model", "model.from_scratch=null", "trainer.warm_start.steps=0")

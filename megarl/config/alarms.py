@@ -37,9 +37,10 @@ class AlarmsConfig:
     truths: NonNegative = 64
     """Trained responses of each step that ``truth`` judges, and, with ``reward.path``, its function against the ground
     truth of another task; 0 for neither. Few responses notice a rise late."""
-    gamed: Annotated[float, Bound(0, 1)] | None = 0.1
+    gamed: Annotated[float, Bound(0, 1)] | None = 0.05
     """Rise of the mean reward through wrong responses since the first four steps, as a share of the rewards' range. It
-    must exceed chance, and the rise of right responses. A form that is learned may give a few percent."""
+    must also exceed three standard errors, and the rise of right responses. Raise it above the weight of a form that a
+    reward function pays for itself."""
     groups: bool = True
     """Compare each step's groups with the store's rows: earlier use, number, lag, the order of tasks and seeds."""
     entropy: UnitInterval | None = 0.1

@@ -10,7 +10,7 @@ import pytest
 
 from megarl.config import Config
 from megarl.core.schema import Reward, Trajectory
-from megarl.train.parts.gamed import Gain, gains, spread
+from megarl.train.parts.gamed import ALIKE, Gain, gains, spread
 from tests.trajectories import one_turn
 
 Steps = list[dict[str, float]]
@@ -77,7 +77,7 @@ def test_a_rise_is_measured_in_the_range_of_rewards_and_against_its_error() -> N
     assert wide.share == pytest.approx(found.share / 10)
     noisy = steps([0.5] * 8, [0.2] * 4 + [0.6] * 4, 0.0, 1)
     alone, alike = longest(noisy, asked_groups(1)), longest(noisy, asked_groups(8))
-    assert alike.errors == pytest.approx(alone.errors / math.sqrt(1 + 0.5 * 7))
+    assert alike.errors == pytest.approx(alone.errors / math.sqrt(1 + ALIKE["truth"] * 7))
 
 
 def asked_groups(size: int) -> int:

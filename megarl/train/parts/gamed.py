@@ -30,10 +30,10 @@ RANDOM = 10
 """Random stream of the choice of responses."""
 FIRST, LAST = 4, (1, 2, 4)
 """Steps at the beginning, and numbers of newest steps, whose wrong responses are compared."""
-ERRORS = 3.0
-"""Standard errors beyond which a rise is no chance. In 200 made jobs of 100 steps with 64 judged responses none was."""
-ALIKE = 0.5
-"""Assumed correlation of the rewards of a group's wrong responses."""
+ERRORS = 3.5
+"""Standard errors beyond which a rise is no chance. One of 200 made jobs of 100 steps, some with noisy rewards, had it."""
+ALIKE = {"truth": 0.1, "other_truth": 1.0}
+"""Assumed correlation of scores within a group. Its responses are judged against the same other task."""
 HINT = {
     "truth": "look at wrong responses with high rewards, and at what reward function and alarms.truth read of a text",
     "other_truth": "look at what the reward function accepts whatever the ground truth is",
@@ -90,7 +90,7 @@ class Judge:
 
 
 class Gamed(Part):
-    """Judges ``alarms.truths`` responses of each step again, on rank 0, and compares the newest steps with the first."""
+    """Judges ``alarms.truths`` responses of each step again, on rank 0; compares the newest steps with the first."""
 
     def __init__(self, config: Config, context: RunContext, store: Store, reporter: Reporter) -> None:
         self._config, self._texts, self._reporter = config, JudgedTexts(config, store), reporter
@@ -135,13 +135,13 @@ class Gamed(Part):
         if self._judges:
             self._steps.append(dict(metrics))
         bound = self._config.alarms.gamed
-        for judge in self._judges if bound is not None else ():
+        for judge in self._judges:
             found = gains(self._steps, judge.source, self._config.trainer.tasks_per_step)
             if not found or not metrics[f"{judge.source}/asked"]:
                 continue
             name = ALARMS[judge.source]
             metrics[f"check/{name}"] = found[-1].share
-            if (game := next((each for each in found if each.is_game(bound)), None)) is not None:
+            if bound is not None and (game := _worst(found, bound)) is not None:
                 metrics[f"alarm/{name}"] = game.share
                 self._reporter.log(
                     f"alarm {name}: step {state.step}: {game}, such as {judge.example!a:.200}; {HINT[judge.source]}"
@@ -191,6 +191,11 @@ class Gain:
         )
 
 
+def _worst(found: Sequence[Gain], bound: float) -> Gain | None:
+    """Return the gain with most standard errors of those that are games; None without one."""
+    return max((one for one in found if one.is_game(bound)), key=lambda one: one.errors, default=None)
+
+
 def gains(steps: Sequence[Mapping[str, float]], source: str, groups: int) -> list[Gain]:
     """Compare wrong responses of the newest steps, by each number of ``LAST``, with those of the first.
 
@@ -212,7 +217,7 @@ def _gain(
     ends = [one[f"critic/score/{end}"] for one in (*first, *last) for end in ("min", "max")]
     if not n or not m or max(ends) == min(ends):
         return None
-    alike = 1.0 + ALIKE * max(0.0, max(one[f"{source}/asked"] for one in (*first, *last)) / groups - 1.0)
+    alike = 1.0 + ALIKE[source] * max(0.0, max(one[f"{source}/asked"] for one in (*first, *last)) / groups - 1.0)
     pooled = (n * variance + m * newest) / (n + m)
     error = math.sqrt(alike * pooled * (1.0 / n + 1.0 / m))
     rise, right = now - before, _right(last, source)
