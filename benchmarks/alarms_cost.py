@@ -1,7 +1,8 @@
 """CPU-seconds of alarms and of the witness, as a share of a step's: ``python benchmarks/alarms_cost.py [--large]``.
 
-The functions of alarms are wrapped in the process from which the job's processes are forked. Counted on rank 0, in
-thread CPU time, beside the CPU time of the whole process. ``--large``: a model of 30M parameters.
+The functions of alarms are wrapped in the process from which the job's processes are forked, and counted on rank 0 in
+thread CPU time. The process that gives second verdicts is an alarm too. A step's CPU time is that of all processes of
+the job, and rank 0's beside it. ``--large``: a model of 30M parameters.
 """
 
 from __future__ import annotations
@@ -21,14 +22,19 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import psutil
+
 from megarl.core.processes.fork import Forked, ForkServer
 from megarl.exam.processes import ENVIRONMENT, MODULES
+from megarl.rewards import again
 
 LARGE = (
     "model.from_scratch.hidden_size=512", "model.from_scratch.intermediate_size=1536",
     "model.from_scratch.num_hidden_layers=8", "model.from_scratch.num_attention_heads=8",
     "model.from_scratch.num_key_value_heads=4", "model.from_scratch.head_dim=64",
 )  # fmt: skip
+ROOT = "ALARMS_COST_ROOT"
+"""Variable with the id of the benchmark's process, above all processes of the job."""
 STEPS = 8
 spent = 0.0
 """CPU-seconds in alarms since the last step."""
@@ -66,8 +72,21 @@ CHECKS = (
 """Modules whose classes are alarms."""
 
 
+def of_processes() -> tuple[float, float]:
+    """Return the CPU-seconds of all processes of the job, and of the one that gives second verdicts."""
+    everything = second = 0.0
+    for process in psutil.Process(int(os.environ[ROOT])).children(recursive=True):
+        try:
+            times, line = process.cpu_times(), process.cmdline()
+        except psutil.Error:
+            continue
+        everything += times.user + times.system
+        second += times.user + times.system if again.__name__ in line else 0.0
+    return everything, second
+
+
 def install() -> None:
-    """Wrap the methods of alarms, and write both times with each step's metrics."""
+    """Wrap the methods of alarms, and write the times with each step's metrics."""
     from megarl.train.parts.alarms import Alarms
     from megarl.train.sync import publish
 
@@ -79,13 +98,16 @@ def install() -> None:
                 if isinstance(function, FunctionType):
                     setattr(kind, name, counting(function))
     publish.check_sent = counting(publish.check_sent)  # type: ignore[attr-defined]
-    after_step, last = Alarms.after_step, [0.0]
+    after_step, last, of_job = Alarms.after_step, [0.0], [(0.0, 0.0)]
 
     def written(self: Alarms, state: Any, metrics: dict[str, float]) -> None:
         global spent
         after_step(self, state, metrics)
-        now = time.process_time()
+        now, (everything, second) = time.process_time(), of_processes()
+        spent += second - of_job[0][1]
         metrics |= {"perf/alarms_cpu_s": spent, "perf/step_cpu_s": now - last[0]}
+        metrics |= {"perf/second_cpu_s": second - of_job[0][1], "perf/job_cpu_s": everything - of_job[0][0]}
+        of_job[0] = everything, second
         metrics |= {f"perf/cpu_s_of/{name}": seconds for name, seconds in of_kind.items()}
         spent, last[0] = 0.0, now
         of_kind.clear()
@@ -107,23 +129,26 @@ def main() -> None:
     parser.add_argument("--large", action="store_true")
     large = parser.parse_args().large
     with tempfile.TemporaryDirectory() as folder:
-        overrides = ["experiment=quickstart", f"trainer.steps={STEPS}", "parallel=tp1"]
+        overrides = ["experiment=quickstart", f"trainer.steps={3 if large else STEPS}", "parallel=tp1"]
         overrides += [f"run.dir={folder}/run", f"trainer.warm_start.steps={5 if large else 100}"]
         overrides += LARGE if large else []
         os.chdir(Path(__file__).parent)  # the fork imports this file by its name
-        environment = {**os.environ, **ENVIRONMENT}
+        environment = {**os.environ, **ENVIRONMENT, ROOT: str(os.getpid())}
         server = ForkServer.start(MODULES, environment)
         pid = server.fork(["-m", "alarms_cost", "job", *overrides], environment, sys.stderr.fileno(), {})
         assert pid is not None and Forked(pid).wait(1800) == 0, "the job failed"
         server.close()
         lines = [json.loads(line) for line in (Path(folder) / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if "perf/alarms_cpu_s" in line][1:]
-    alarms, whole = (statistics.mean(line[f"perf/{name}_cpu_s"] for line in steps) for name in ("alarms", "step"))
+    alarms, rank, second, whole = (
+        statistics.mean(line[f"perf/{name}_cpu_s"] for line in steps) for name in ("alarms", "step", "second", "job")
+    )
     name, share = "30M" if large else "quickstart", alarms / whole
     names = sorted({key for line in steps for key in line if key.startswith("perf/cpu_s_of/")})
     for key in names:
         print(f"  {key.rpartition('/')[2]}: {1e3 * statistics.mean(line.get(key, 0.0) for line in steps):.2f} ms")
-    print(f"{name}: {1e3 * alarms:.1f} ms of {1e3 * whole:.0f} CPU-ms a step: {share:.2%}")
+    print(f"  process of second verdicts: {1e3 * second:.2f} ms")
+    print(f"{name}: {1e3 * alarms:.1f} ms of {1e3 * whole:.0f} CPU-ms a step ({1e3 * rank:.0f} of rank 0): {share:.2%}")
 
 
 if __name__ == "__main__":

@@ -72,7 +72,7 @@ def test_partial_rewards_that_rise_with_right_responses_are_learned() -> None:
 def test_a_rise_is_measured_in_the_range_of_rewards_and_against_its_error() -> None:
     series = steps([0.5] * 8, [0.0] * 4 + [1.0] * 4, 0.0, 1)
     found = longest(series)
-    assert found.errors == math.inf and found.share == pytest.approx(0.5, abs=0.15)
+    assert found.errors > 10 and found.share == pytest.approx(0.5, abs=0.15)
     wide = longest([{**one, "critic/score/max": 10.0} for one in series])
     assert wide.share == pytest.approx(found.share / 10)
     noisy = steps([0.5] * 8, [0.2] * 4 + [0.6] * 4, 0.0, 1)

@@ -13,7 +13,21 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import load as load_tensors
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, delete, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    bindparam,
+    case,
+    delete,
+    func,
+    insert,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 
 from megarl.buffer.store import claims
 from megarl.buffer.store.claims import Claim, EndedGroup, SegmentTable, images_of
@@ -34,8 +48,11 @@ from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
 
 PART_BYTES = 64 * 2**20
 """Bytes of arrays read or written together; memory holds each row twice, as the driver's bytes and decoded."""
-TERMS = 100
-"""Groups named in a condition together: SQLite's limit is the depth of an expression."""
+ARRAYS = select(TRAJECTORIES.c.group_id, TRAJECTORIES.c.index.label("number"), TRAJECTORIES.c.tensors).where(
+    TRAJECTORIES.c.group_id.in_(bindparam("groups", expanding=True)),  # SQLite has no index for pairs of values
+    tuple_(TRAJECTORIES.c.group_id, TRAJECTORIES.c.index).in_(bindparam("members", expanding=True)),
+)
+"""Arrays of trajectories. Made once, because SQLAlchemy takes longer to build the query than SQLite to answer it."""
 
 
 class GroupTable:
@@ -192,16 +209,9 @@ class GroupTable:
         """Return (group id, index) -> arrays of trajectories, for ``codec.with_arrays``. ``members``: group id ->
         indices."""
         found: dict[tuple[str, int], dict[str, np.ndarray]] = {}
-        columns = (TRAJECTORIES.c.group_id, TRAJECTORIES.c.index.label("number"), TRAJECTORIES.c.tensors)
-        groups = list(members)
-        for start in range(0, len(groups), TERMS):
-            few = groups[start : start + TERMS]
-            of_group = (
-                and_(TRAJECTORIES.c.group_id == group, TRAJECTORIES.c.index.in_(sorted(members[group])))
-                for group in few
-            )
-            query = select(*columns).where(or_(*of_group))
-            rows = self._database.read(lambda c, query=query: c.execute(query).all())  # type: ignore[misc]
+        for few in chunks([(group, index) for group, indices in members.items() for index in sorted(indices)]):
+            given = {"groups": list(dict.fromkeys(group for group, _ in few)), "members": few}
+            rows: Sequence[Row[Any]] = self._database.read(lambda c, given=given: c.execute(ARRAYS, given).all())  # type: ignore[misc]
             found |= {(row.group_id, row.number): load_tensors(row.tensors) for row in rows}
         return found
 

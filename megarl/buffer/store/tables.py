@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import TypeVar
 
 from sqlalchemy import BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
+
+T = TypeVar("T")
 
 METADATA = MetaData()
 SCHEMA, SCHEMA_KEY = 16, "schema"
@@ -273,6 +276,6 @@ tables are unchanged."""
 JOB = Table("job", METADATA, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
 
 
-def chunks(ids: Sequence[str]) -> list[Sequence[str]]:
+def chunks(ids: Sequence[T]) -> list[Sequence[T]]:
     """Split ids into parts for one statement each."""
     return [ids[i : i + IDS] for i in range(0, len(ids), IDS)]

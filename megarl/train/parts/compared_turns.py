@@ -75,15 +75,17 @@ class ComparedTurns(Part):
         """Return (place among the held sequences, number in the step, number in its trajectory) of those to compare."""
         share, rows = batch.sequences.share, batch.rows
         numbers = range(len(batch.sequences)) if share is None else share.numbers.tolist()
-        counts, ordinals = Counter[tuple[str, int]](), list[int]()
-        for row in rows:
-            ordinals.append(counts[row.group_id, row.index])
-            counts[row.group_id, row.index] += 1
         sampled = [(place, number) for place, number in enumerate(numbers) if number < len(rows)]
         if not sampled or not self._number:
             return []
         stride = max(1, len(sampled) // self._number)
         few = sampled[state.step % stride :: stride][: self._number]
+        counts, ordinals = Counter[tuple[str, int]](), dict[int, int]()
+        chosen = {(rows[number].group_id, rows[number].index) for _, number in few}
+        for number, row in enumerate(rows):
+            if (key := (row.group_id, row.index)) in chosen:
+                ordinals[number] = counts[key]
+                counts[key] += 1
         return [(place, number, ordinals[number]) for place, number in few]
 
     def _whole(self, outlines: Sequence[Trajectory]) -> dict[tuple[str, int], Trajectory]:

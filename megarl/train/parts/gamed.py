@@ -31,9 +31,9 @@ RANDOM = 10
 FIRST, LAST = 4, (1, 2, 4)
 """Steps at the beginning, and numbers of newest steps, whose wrong responses are compared."""
 ERRORS = 3.5
-"""Standard errors beyond which a rise is no chance. One of 200 made jobs of 100 steps, some with noisy rewards, had it."""
-ALIKE = {"truth": 0.1, "other_truth": 1.0}
-"""Assumed correlation of scores within a group. Its responses are judged against the same other task."""
+"""Standard errors beyond which a rise is no chance, in a job of a hundred steps."""
+ALIKE = {"truth": 0.1, "other_truth": 0.5}
+"""Assumed correlation of scores within a group, whose texts are often equal."""
 HINT = {
     "truth": "look at wrong responses with high rewards, and at what reward function and alarms.truth read of a text",
     "other_truth": "look at what the reward function accepts whatever the ground truth is",
@@ -133,7 +133,7 @@ class Gamed(Part):
                 self._reporter.log(f"step {state.step}: alarms.truth={self._config.alarms.truth} has given no verdict")
         self._wait_s = WAIT_S
         if self._judges:
-            self._steps.append(dict(metrics))
+            self._steps = [*self._steps[:FIRST], *self._steps[FIRST:][-max(LAST) :], dict(metrics)]
         bound = self._config.alarms.gamed
         for judge in self._judges:
             found = gains(self._steps, judge.source, self._config.trainer.tasks_per_step)
@@ -218,11 +218,11 @@ def _gain(
     if not n or not m or max(ends) == min(ends):
         return None
     alike = 1.0 + ALIKE[source] * max(0.0, max(one[f"{source}/asked"] for one in (*first, *last)) / groups - 1.0)
-    pooled = (n * variance + m * newest) / (n + m)
+    spread = max(ends) - min(ends)
+    pooled = (n * variance + m * newest + spread**2) / (n + m)  # as if one more response were at either end
     error = math.sqrt(alike * pooled * (1.0 / n + 1.0 / m))
     rise, right = now - before, _right(last, source)
-    errors = rise / error if error else math.inf * rise if rise else 0.0
-    return Gain(before, now, rise * (1.0 - right) / (max(ends) - min(ends)), errors, right - _right(first, source))
+    return Gain(before, now, rise * (1.0 - right) / spread, rise / error, right - _right(first, source))
 
 
 def _wrong(steps: Sequence[Mapping[str, float]], source: str) -> tuple[float, float, float]:

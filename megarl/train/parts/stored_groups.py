@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -118,8 +119,12 @@ def tasks_in_order(ids: Sequence[str], start: int, count: int, seed: int) -> lis
     """Return ``count`` tasks from position ``start`` of the order of ``taskset.order=shuffled``: a new permutation of
     all tasks for each epoch."""
     places = [divmod(at, len(ids)) for at in range(start, start + count)]
-    permutations = {epoch: np.random.default_rng([seed, epoch]).permutation(len(ids)) for epoch, _ in places}
-    return [ids[int(permutations[epoch][at])] for epoch, at in places]
+    return [ids[int(_permutation(len(ids), seed, epoch)[at])] for epoch, at in places]
+
+
+@lru_cache(2)
+def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(size)
 
 
 def lags_of(trajectories: Sequence[Trajectory], steps: Mapping[str, int], step: int) -> Counter[tuple[str, int]]:

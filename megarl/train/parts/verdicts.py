@@ -12,7 +12,7 @@ from megarl.buffer.experience import by_group
 from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.config.rewards import RewardConfig
-from megarl.core.schema import Reward, Task, Trajectory, name_of
+from megarl.core.schema import Reward, Task, TokenBounds, Trajectory, name_of
 from megarl.rewards.again import COSTLY, SecondVerifier
 from megarl.rewards.verdict import NO_VERDICT, format_reward, language_consistency, language_of, repetition_penalty
 from megarl.train.batch.judged_texts import JudgedTexts, verifier_score
@@ -102,11 +102,12 @@ def choice(trajectories: Sequence[Trajectory], number: int, random: np.random.Ge
         and one.cause is None
         and one.reward.status not in NO_VERDICT
     ]
-    statuses: dict[tuple[str, int, str], set[str]] = {}
+    keys = {id(one): _same(one) for one in known}
+    statuses: dict[tuple[str, int, TokenBounds | None], set[str]] = {}
     for one in known:
-        statuses.setdefault(_same(one), set()).add(one.reward.status)
+        statuses.setdefault(keys[id(one)], set()).add(one.reward.status)
     known = [known[i] for i in random.permutation(len(known))]
-    chosen = [one for one in known if len(statuses[_same(one)]) > 1][:number]
+    chosen = [one for one in known if len(statuses[keys[id(one)]]) > 1][:number]
     rest = sorted((one for one in known if not any(one is other for other in chosen)), key=lambda e: -e.reward.score)
     high = [one for one in rest if one.reward.score == rest[0].reward.score]
     low = rest[len(high) :]
@@ -116,9 +117,10 @@ def choice(trajectories: Sequence[Trajectory], number: int, random: np.random.Ge
     return [*chosen, *low[: number - len(chosen)]]
 
 
-def _same(one: Trajectory) -> tuple[str, int, str]:
+def _same(one: Trajectory) -> tuple[str, int, TokenBounds | None]:
     """Return a key that equal responses to a task share, and hardly any others."""
-    return one.task_id, len(one.response), str(one.response.token_bounds) if len(one.response) else ""
+    response = one.response
+    return one.task_id, len(response), response.token_bounds if len(response) else None
 
 
 def shape_again(text: str, question: str, in_thinking: bool, config: RewardConfig) -> dict[str, float]:

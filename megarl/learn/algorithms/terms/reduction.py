@@ -68,9 +68,15 @@ def repeated(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
 
 def counts(mask: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """Return int64 [N]: number of positions of each sequence that ``mask`` [T] keeps."""
-    return torch.tensor(
-        [int(torch.count_nonzero(part)) for part in mask.split(lengths.tolist())], dtype=torch.int64, device=mask.device
-    )
+    ends = lengths.cumsum(0).to(mask.device)
+    before = ends.new_zeros(())
+    up_to = torch.zeros(len(lengths) + 1, dtype=torch.int64, device=mask.device)
+    for start in range(0, mask.numel(), PART):
+        running = mask[start : start + PART].cumsum(0) + before
+        inside = (ends > start) & (ends <= start + len(running))
+        up_to[1:][inside] = running[ends[inside] - start - 1]
+        before = running[-1]
+    return up_to.diff()
 
 
 def sums(values: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
