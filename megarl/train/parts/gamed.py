@@ -43,7 +43,7 @@ ALARMS = {"truth": "gamed", "other_truth": "any-truth"}
 
 
 @dataclass
-class Judge:
+class TruthJudge:
     """A verifier with its open questions.
 
     Attributes:
@@ -96,14 +96,14 @@ class Gamed(Part):
         self._config, self._texts, self._reporter = config, JudgedTexts(config, store), reporter
         self._path = context.run_dir / "metrics.jsonl"
         self._steps: list[Mapping[str, float]] | None = None
-        self._judges: list[Judge] = []
+        self._judges: list[TruthJudge] = []
         self._wait_s = FIRST_WAIT_S
         if context.rank == 0:
             if config.alarms.truth is not None:
                 reward = replace(config.reward, path=config.alarms.truth)
-                self._judges.append(Judge("truth", SecondVerifier(reward)))
+                self._judges.append(TruthJudge("truth", SecondVerifier(reward)))
             if config.reward.path is not None:
-                self._judges.append(Judge("other_truth", SecondVerifier(config.reward)))
+                self._judges.append(TruthJudge("other_truth", SecondVerifier(config.reward)))
         for judge in self._judges:
             judge.verifier.start()
 
