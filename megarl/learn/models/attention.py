@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
@@ -297,6 +298,21 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
             dp_cp_group=metadata["dp_cp_group"],
         )
         return dict(state)
+
+
+class GatedSelfAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron's attention with output gates (``attention_output_gate``), also on more ranks than key/value heads.
+
+    There each rank computes a whole query group and takes its own heads; Megatron forgets to take their gates.
+    """
+
+    def get_query_key_value_tensors(self, *arguments: Any, **named: Any) -> Any:
+        """Return query, key, value and gate of this rank's heads: [s, b, h, d], twice [s, b, g, d], [s, b, h, d]."""
+        query, key, value, gate = super().get_query_key_value_tensors(*arguments, **named)
+        if gate.shape[2] != query.shape[2]:
+            ranks = gate.shape[2] // query.shape[2]
+            gate = gate.unflatten(2, (ranks, -1))[:, :, self.pg_collection.tp.rank() % ranks]
+        return query, key, value, gate
 
 
 @cache

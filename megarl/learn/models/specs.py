@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megarl.config.schema import ModelConfig, ParallelConfig
@@ -82,7 +83,7 @@ def block_spec(
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megarl.learn.models.attention import CoreAttention
+    from megarl.learn.models.attention import CoreAttention, GatedSelfAttention
 
     if config.multi_latent_attention and config.q_lora_rank is None:
         megatron_private.keep_query_projection()
@@ -97,6 +98,8 @@ def block_spec(
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.core_attention = CoreAttention
+        if config.attention_output_gate:
+            layer.submodules.self_attention.module = GatedSelfAttention
         norms.place(layer.submodules, config, rules)
         if config.multi_latent_attention:
             latent_norm = ModuleSpec(module=RMSNorm, params={"own_eps": LATENT_NORM_EPS})
@@ -105,7 +108,24 @@ def block_spec(
             # Whole on every rank, as with TransformerEngine. The local spec's sharded and gathered projection loses the
             # gradient of the other ranks' heads for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    return _balanced(_added(block, config, residual, rules), model)
+    return _balanced(_with_delta_nets(_added(block, config, residual, rules), config, vp_stage), model)
+
+
+def _with_delta_nets(block: Any, config: Any, vp_stage: int | None) -> Any:
+    """Replace the attention of the layers that ``config.linear_attention_freq`` names by gated delta nets."""
+    if config.linear_attention_freq is None:
+        return block
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from megarl.learn.models.delta import DeltaNet
+
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    for number, layer in enumerate(block.layer_specs):
+        if config.linear_attention_freq[first + number]:  # layers alike share one spec
+            submodules = replace(layer.submodules, self_attention=ModuleSpec(module=DeltaNet))
+            block.layer_specs[number] = replace(layer, submodules=submodules)
+    return block
 
 
 def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:

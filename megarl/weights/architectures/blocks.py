@@ -5,6 +5,8 @@ Names of Megatron-Core 0.16.1 (local spec; TransformerEngine's if it fuses a nor
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from megarl.weights.architectures.table import Fused, JoinedTensor, Logical, Op, Param, Shard, Stage
 
 COLUMN, ROW, VOCAB = Shard.COLUMN, Shard.ROW, Shard.VOCAB
@@ -64,6 +66,15 @@ OPTIONAL_QK_NORM = (
     Param("self_attention.k_layernorm.weight", Op.SAME, (Logical("self_attn.k_norm.weight", "normed_head"),)),
 )
 """Norms of models with ``use_qk_norm`` in config.json."""
+_GATED_QUERIES = Logical("self_attn.q_proj.weight", "gated_q hidden", COLUMN)
+_GATED_QKV = (_GATED_QUERIES, *_QKV[1:])
+GATED_ATTENTION = (
+    Param("self_attention.linear_qkv.weight", Op.GATED_QKV, _GATED_QKV, Stage.ATTENTION),
+    Param("self_attention.linear_proj.weight", Op.SAME, (_O_PROJ,), Stage.ATTENTION),
+    *(replace(row, stage=Stage.ATTENTION) for row in QK_NORM),
+)
+"""Attention whose output each head multiplies by a gate, with norms of queries and keys; without a preceding norm."""
+VLLM_GATED_ATTENTION = (Fused("self_attn.qkv_proj.weight", Op.GATED_QKV, _GATED_QKV),)
 QK_NORM_AFTER_ROPE = tuple(
     Param(f"self_attention.core_attention.{short}_layernorm.weight", Op.SAME, (Logical(f"self_attn.{name}", "head"),))
     for short, name in (("q", "query_layernorm.weight"), ("k", "key_layernorm.weight"))
@@ -134,6 +145,44 @@ LATENT_ATTENTION = (
     ),
 )
 VLLM_LATENT_ATTENTION = (Fused("self_attn.fused_qkv_a_proj.weight", Op.CONCAT, (_Q_A, _KV_A)),)
+
+# ---------------------------------------------------------------- linear attention: gated delta net
+
+INPUT_NORM = (Param("input_layernorm.weight", Op.SAME, (_INPUT_NORM,)),)
+"""Norm before attention of any kind."""
+_DELTA_NAMES = "query", "key", "value", "z", "beta", "alpha"
+_DELTA_EXTENTS = "delta_keys", "delta_keys", "delta_values", "delta_values", "delta_heads", "delta_heads"
+DELTA_IN = tuple(
+    Logical(f"linear_attn.in_proj_{short}.weight", f"{extent} hidden", COLUMN)
+    for short, extent in zip(("q", "k", "v", "z", "b", "a"), _DELTA_EXTENTS, strict=True)
+)
+"""Projections to queries, keys, values, gates, beta and decay."""
+DELTA_CONVOLUTION = tuple(
+    Logical(f"linear_attn.conv1d_{short}.weight", f"{extent} labels taps", COLUMN)
+    for short, extent in zip(("q", "k", "v"), _DELTA_EXTENTS, strict=False)
+)
+DELTA_NET = (
+    Param("self_attention.in_proj.weight", Op.SECTIONS, DELTA_IN, Stage.DELTA, keys=_DELTA_NAMES),
+    Param("self_attention.conv1d.weight", Op.SECTIONS, DELTA_CONVOLUTION, Stage.DELTA, keys=_DELTA_NAMES[:3]),
+    *(
+        Param(f"self_attention.{name}", Op.SAME, (Logical(f"linear_attn.{name}", "delta_heads", COLUMN),), Stage.DELTA)
+        for name in ("dt_bias", "A_log")
+    ),
+    Param("self_attention.out_norm.weight", Op.SAME, (Logical("linear_attn.norm.weight", "delta_value"),), Stage.DELTA),
+    Param(
+        "self_attention.out_proj.weight",
+        Op.SAME,
+        (Logical("linear_attn.out_proj.weight", "hidden delta_values", ROW),),
+        Stage.DELTA,
+    ),
+)
+JOINED_CONVOLUTION = JoinedTensor("linear_attn.conv1d.weight", tuple(part.name for part in DELTA_CONVOLUTION))
+"""The convolution's channels as one tensor in a checkpoint's files."""
+VLLM_DELTA_NET = (
+    Fused("linear_attn.in_proj_qkvz.weight", Op.SECTIONS, DELTA_IN[:4]),
+    Fused("linear_attn.in_proj_ba.weight", Op.SECTIONS, DELTA_IN[4:]),
+    Fused("linear_attn.conv1d.weight", Op.SECTIONS, DELTA_CONVOLUTION),
+)
 
 # ---------------------------------------------------------------- gated MLPs (SwiGLU)
 

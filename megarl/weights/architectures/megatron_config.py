@@ -19,6 +19,7 @@ from megarl.weights.architectures.table import (
     Architecture,
     HFConfig,
     ModelSizes,
+    Op,
     RouterRules,
     count,
     flag,
@@ -76,6 +77,10 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     values |= _windows(arch, hf_config, sizes.num_layers)
     if _SINKS in megatron_names:
         values["softmax_type"] = "learnable"
+    if any(param.op is Op.GATED_QKV for param in arch.params):
+        values["attention_output_gate"] = True
+    if sizes.delta_layers:
+        values |= _delta_net(arch.name, sizes)
     if sizes.vision_depth:
         values |= _vision(arch.name, sizes, hf_config)
     if sizes.kv_lora:
@@ -83,6 +88,22 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     if sizes.experts:
         values |= _experts(arch, sizes, hf_config)
     return values | dict(arch.megatron)
+
+
+def _delta_net(name: str, sizes: ModelSizes) -> dict[str, Any]:
+    if sizes.delta_heads % sizes.delta_key_heads:
+        raise ArchitectureError(
+            f"linear_num_key_heads={sizes.delta_key_heads} does not divide linear_num_value_heads={sizes.delta_heads} "
+            f"of {name}; correct config.json"
+        )
+    return {
+        "linear_attention_freq": [int(layer in set(sizes.delta_layers)) for layer in range(sizes.num_layers)],
+        "linear_conv_kernel_dim": sizes.taps,
+        "linear_key_head_dim": sizes.delta_key,
+        "linear_value_head_dim": sizes.delta_value,
+        "linear_num_key_heads": sizes.delta_key_heads,
+        "linear_num_value_heads": sizes.delta_heads,
+    }
 
 
 def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:

@@ -6,15 +6,22 @@ from dataclasses import replace
 
 from megarl.weights.architectures.blocks import (
     ATTENTION,
+    DELTA_IN,
+    DELTA_NET,
     DENSE_MLP,
     EMBEDDING,
     EXPERTS,
+    GATED_ATTENTION,
+    INPUT_NORM,
+    JOINED_CONVOLUTION,
     MLP,
     OUTPUT,
     QK_NORM,
     QKV_BIAS,
     VLLM_ATTENTION,
+    VLLM_DELTA_NET,
     VLLM_EXPERTS,
+    VLLM_GATED_ATTENTION,
     VLLM_MLP,
     VLLM_QKV_BIAS,
     gated,
@@ -22,7 +29,17 @@ from megarl.weights.architectures.blocks import (
     linear,
     vllm_gated,
 )
-from megarl.weights.architectures.table import Architecture, Fused, LayerRules, Logical, Op, Param, Stage
+from megarl.weights.architectures.table import (
+    Architecture,
+    Fused,
+    JoinedTensor,
+    LayerRules,
+    Logical,
+    NormRules,
+    Op,
+    Param,
+    Stage,
+)
 
 # Qwen2 and Qwen2.5, dense: Llama's layers with biases on queries, keys and values. Source:
 # ``transformers/models/qwen2/modeling_qwen2.py``.
@@ -141,4 +158,21 @@ SEED_OSS = replace(
     name="seed_oss",
     models="Seed-OSS",
     fixed={"hidden_act": "silu", "attention_bias": True, "attention_out_bias": False, "mlp_bias": False},
+)
+
+
+# Qwen3.5, text, dense: a gated delta net in most layers and gated attention in the others, zero-centred norms, a
+# rotary embedding of a part of each head. Source: ``transformers/models/qwen3_5/modeling_qwen3_5.py``.
+QWEN3_5 = Architecture(
+    name="qwen3_5_text",
+    models="Qwen3.5, text",
+    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *MLP, *OUTPUT),
+    vllm=(*VLLM_GATED_ATTENTION, *VLLM_DELTA_NET, *VLLM_MLP),
+    joined=(
+        JoinedTensor("linear_attn.in_proj_qkv.weight", tuple(part.name for part in DELTA_IN[:3])),
+        JOINED_CONVOLUTION,
+    ),
+    fixed={"hidden_act": "silu", "attention_bias": False},
+    layers=LayerRules(partial_rotary=True),
+    norms=NormRules(zero_centred=True),
 )

@@ -35,7 +35,9 @@ class Op(Enum):
 
     SAME = "one logical tensor, as it is"
     QKV = "query, key and value heads; Megatron interleaves them per query group, vLLM keeps three blocks"
+    GATED_QKV = "as QKV, with each query head's gate behind it; Megatron has a group's gates behind its queries"
     CONCAT = "each part is cut on its own and the shares lie one after the other (gate over up)"
+    SECTIONS = "as CONCAT, for any number of parts; Megatron's checkpoints have each part under a key of its own"
     TIED = "hf[0]; when config.tie_word_embeddings, a second copy of hf[1] wherever the engine keeps one"
 
 
@@ -50,11 +52,13 @@ class Shard(Enum):
 
 
 class Stage(Enum):
-    """Layers, and thereby pipeline stages, with the row. Names of the middle four are relative to the layer."""
+    """Layers, and thereby pipeline stages, with the row. Names of those in the middle are relative to the layer."""
 
     FIRST = "beside the first layer"
     VISION = "the vision tower, which is beside the first layer too"
     LAYER = "every layer"
+    ATTENTION = "layers with attention among tokens, in families where others have linear attention"
+    DELTA = "layers with linear attention, a gated delta net"
     DENSE = "layers with one MLP"
     MOE = "layers with experts"
     MTP = "layers of multi-token prediction, behind the last one; they are layers with experts besides"
@@ -79,7 +83,8 @@ class Logical:
         return tuple(getattr(sizes, axis) for axis in self.axes.split())
 
 
-PARTS = {Op.SAME: 1, Op.QKV: 3, Op.CONCAT: 2, Op.TIED: 2}
+PARTS = {Op.SAME: 1, Op.QKV: 3, Op.GATED_QKV: 3, Op.CONCAT: 2, Op.TIED: 2}
+"""Number of logical tensors in a row, if the op has one."""
 
 
 @dataclass(frozen=True)
@@ -93,9 +98,12 @@ class Param:
     stage: Stage = Stage.LAYER
     te: str | None = None
     """Name under the TransformerEngine spec, if different."""
+    keys: tuple[str, ...] = ()
+    """Ends of the keys that Megatron's checkpoints have for the parts of ``Op.SECTIONS``."""
 
     def __post_init__(self) -> None:
-        assert len(self.hf) == PARTS[self.op], f"{self.megatron}: {self.op.name} joins {PARTS[self.op]} tensors"
+        wanted = PARTS.get(self.op, len(self.keys))
+        assert len(self.hf) == wanted, f"{self.megatron}: {self.op.name} joins {wanted} tensors"
 
     @property
     def per_expert(self) -> bool:
@@ -196,6 +204,32 @@ class ModelSizes:
     """Number of norms after attention and MLP of a layer."""
     merge: int = 0
     """Number of patches, on each side, merged into one vector of the language model."""
+    delta_layers: tuple[int, ...] = ()
+    """Layers with a gated delta net instead of attention."""
+    delta_key_heads: int = 0
+    delta_heads: int = 0
+    """Value heads of a gated delta net."""
+    delta_key: int = 0
+    """Width of a key."""
+    delta_value: int = 0
+    """Width of a value."""
+    taps: int = 0
+    """Tokens that a gated delta net's convolution looks at."""
+
+    @property
+    def delta_keys(self) -> int:
+        """Channels of a gated delta net's keys (or queries)."""
+        return self.delta_key_heads * self.delta_key
+
+    @property
+    def delta_values(self) -> int:
+        """Channels of a gated delta net's values (or gates)."""
+        return self.delta_heads * self.delta_value
+
+    @property
+    def gated_q(self) -> int:
+        """Rows of a query projection that has each head's output gate."""
+        return 2 * self.q
 
     @property
     def vision_qkv(self) -> int:
@@ -445,6 +479,12 @@ class Architecture:
                 more["moe_layers"] = _moe_layers(self.name, hf_config, get("num_layers"))
             else:
                 more["moe_layers"] = tuple(range(get("num_layers")))
+        if Stage.DELTA in known:
+            more |= {name: get(name) for name in DELTA_SIZES}
+            kinds = by_layer(
+                self.name, hf_config, "layer_types", get("num_layers"), ("full_attention", "linear_attention")
+            )
+            more["delta_layers"] = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
         if "normed_head" in known:
             more["normed_head"] = head if flag(self.name, hf_config, "use_qk_norm") else 0
         if "biased_q" in known:
@@ -482,9 +522,11 @@ class Architecture:
             yield Occurrence()
             return
         behind = range(sizes.num_layers, sizes.num_layers + sizes.mtp_layers)
-        moe = set(sizes.moe_layers)
+        moe, delta = set(sizes.moe_layers), set(sizes.delta_layers)
         layers = {
             Stage.LAYER: [*range(sizes.num_layers), *behind],
+            Stage.ATTENTION: [*(layer for layer in range(sizes.num_layers) if layer not in delta), *behind],
+            Stage.DELTA: [*sizes.delta_layers],
             Stage.DENSE: [layer for layer in range(sizes.num_layers) if layer not in moe],
             Stage.MOE: [*sizes.moe_layers, *behind],
             Stage.MTP: list(behind),
@@ -642,8 +684,15 @@ COMMON_KEYS = {
     "qk_nope": ("qk_nope_head_dim",),
     "qk_rope": ("qk_rope_head_dim",),
     "v_head": ("v_head_dim",),
+    "delta_key_heads": ("linear_num_key_heads",),
+    "delta_heads": ("linear_num_value_heads",),
+    "delta_key": ("linear_key_head_dim",),
+    "delta_value": ("linear_value_head_dim",),
+    "taps": ("linear_conv_kernel_dim",),
 }
 """Field of :class:`ModelSizes` -> keys of config.json; the first key present is used."""
+DELTA_SIZES = "delta_key_heads", "delta_heads", "delta_key", "delta_value", "taps"
+"""Fields of :class:`ModelSizes` for a gated delta net."""
 SHARED_EXPERTS = "n_shared_experts", "moe_num_shared_experts"
 """Keys with the number of shared experts."""
 

@@ -368,6 +368,10 @@ class Sharder:
         if op is Op.QKV:
             cut = _query_groups if self.interleaved else _head_blocks
             return tuple(cut(self.sizes, ways, k) for k in range(ways))
+        if op is Op.GATED_QKV:
+            if self.interleaved:
+                return tuple(_gated_groups(self.sizes, ways, k) for k in range(ways))
+            return tuple(_head_blocks(self.sizes, ways, k, gates=True) for k in range(ways))
         if shard is Shard.FIRST:
             return tuple(_first(shapes[0][0], k) for k in range(ways))
         axis = shard_axis(shard, shapes[0])
@@ -418,10 +422,30 @@ def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
     return Split(each, each, tuple(spans))
 
 
-def _head_blocks(sizes: ModelSizes, ways: int, k: int) -> Split:
-    """vLLM: the share's query heads, then its key heads, then its value heads. With more shares than key/value heads,
-    each of these heads is on ``ways / kv_heads`` neighbouring shares."""
-    queries = sizes.q // ways
+def _gated_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
+    """Megatron: each query group is its query heads, their gates, its key head and its value head; cut as without
+    gates. In the logical tensor each query head has its gate behind it."""
+    head, heads = sizes.head, sizes.heads // sizes.kv_heads
+    each = (sizes.gated_q + 2 * sizes.kv) // ways
+    lo, hi = k * each, (k + 1) * each
+    group_rows = (2 * heads + 2) * head
+    spans: list[AxisSpan] = []
+    for group in range(lo // group_rows, -(-hi // group_rows)):
+        firsts = [(0, 2 * (group * heads + i) * head) for i in range(heads)]
+        firsts += [(0, first + head) for _, first in firsts]
+        firsts += [(1, group * head), (2, group * head)]
+        for place, (part, first) in enumerate(firsts):
+            start = group * group_rows + place * head
+            a, b = max(start, lo), min(start + head, hi)
+            if a < b:
+                spans.append(AxisSpan(part, first + a - start, first + b - start, a - lo))
+    return Split(each, each, tuple(spans))
+
+
+def _head_blocks(sizes: ModelSizes, ways: int, k: int, *, gates: bool = False) -> Split:
+    """vLLM: the share's query heads (each with its gate, if there are ``gates``), then its key heads, then its value
+    heads. With more shares than key/value heads, each of these heads is on ``ways / kv_heads`` neighbouring shares."""
+    queries = (sizes.gated_q if gates else sizes.q) // ways
     if ways >= sizes.kv_heads:
         keys, first = sizes.head, k // (ways // sizes.kv_heads)
     else:

@@ -1,0 +1,241 @@
+"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, in plain torch (arXiv:2412.06464).
+
+A layer keeps a state S for each head, a map from keys to values. Each token decays the state, corrects what the state
+returns for the token's key k towards its value v, and reads it with its query q:
+
+S ← e^g S;  S ← S + k β (v − kᵀ S);  o = qᵀ S.
+
+Megatron-Core's layer needs a CUDA package and takes no packed sequences. This one has its parameters' names and layout.
+
+Shape legend: s rows of the sequences, b sequences side by side, t = b · s tokens one sequence after the other, n
+sequences, N chunks of C tokens, h value heads of this rank, g key heads, d width of a key, d' of a value, c channels of
+the convolution, k its taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.transformer.module import MegatronModule
+
+from megarl.learn.models.norms import RMSNorm
+
+CHUNK = 64
+"""Tokens that are computed together; between chunks only states pass."""
+SMALL = 1e-6
+"""Added to squared lengths of queries and keys, as the published kernels do."""
+
+
+class Chunks(NamedTuple):
+    """Places of sequences in chunks. Chunk i of all sequences that have one stand together, the longest first."""
+
+    place: torch.Tensor
+    """int64 [t]: each token's row among the N · C rows of the chunks."""
+    active: tuple[int, ...]
+    """Number of sequences that have an i-th chunk."""
+
+
+def chunks_of(lengths: Sequence[int], size: int = CHUNK) -> Chunks:
+    """Return the places of sequences with these lengths, which follow each other."""
+    counts = [-(-length // size) for length in lengths]
+    order = sorted(range(len(lengths)), key=lambda number: -counts[number])
+    rank = {number: place for place, number in enumerate(order)}
+    active = tuple(sum(count > i for count in counts) for i in range(max(counts, default=0)))
+    first = [0, *torch.tensor(active).cumsum(0).tolist()] if active else [0]
+    places = [torch.empty(0, dtype=torch.int64)]
+    for number, length in enumerate(lengths):
+        token = torch.arange(length)
+        start = torch.tensor(first)[token // size]
+        places.append((start + rank[number]) * size + token % size)
+    return Chunks(torch.cat(places), active)
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    chunks: Chunks,
+    size: int = CHUNK,
+) -> torch.Tensor:
+    """Run the rule over sequences that follow each other; every sequence begins with a state of zeros.
+
+    Computed in float32: within chunks by the WY form of the updates (a triangular system), between them by one step for
+    all sequences together.
+
+    Args:
+        query, key: [t, g, d], of any length; g divides h.
+        value: [t, h, d'].
+        decay: float32 [t, h], g of the formula, at most 0.
+        beta: [t, h], from 0 to 1.
+        chunks: Of ``chunks_of`` the sequences' lengths.
+
+    Returns:
+        [t, h, d'] in the type of ``query``.
+    """
+    repeat = value.shape[1] // key.shape[1]
+    query, key = (_unit(x.float()).repeat_interleave(repeat, dim=1) for x in (query, key))
+    query = query * query.shape[-1] ** -0.5
+    value, beta = value.float(), beta.float()[..., None]
+
+    def chunked(x: torch.Tensor) -> torch.Tensor:
+        """[t, h, ...] -> [N, h, C, ...], zeros where a chunk has no token."""
+        rows = x.new_zeros(sum(chunks.active) * size, *x.shape[1:]).index_copy(0, chunks.place, x)
+        return rows.unflatten(0, (-1, size)).transpose(1, 2)
+
+    query, written, read, value = (chunked(x) for x in (query, key, key * beta, value * beta))
+    between = _between(chunked(decay), size)
+    start, end = chunked(decay).cumsum(2).exp()[..., None], between[:, :, -1, :, None]
+    system, within = ((x @ written.mT) * between for x in (read, query))
+    columns = torch.cat([value, read * start], dim=-1)
+    solved = torch.linalg.solve_triangular(system, columns, upper=False, unitriangular=True)
+    new, seen = solved.split([value.shape[-1], query.shape[-1]], dim=-1)
+    query, written, end = query * start, written * end, start[:, :, -1:]
+
+    parts = [x.split(chunks.active) for x in (query, written, within, new, seen, end)]
+    state = value.new_zeros(chunks.active[0] if chunks.active else 0, value.shape[1], query.shape[-1], value.shape[-1])
+    outputs = [new[:0]]
+    for query, written, within, new, seen, end in zip(*parts, strict=True):
+        state = state[: len(query)]
+        values = new - seen @ state
+        outputs.append(query @ state + within @ values)
+        state = state * end + written.mT @ values
+    found = torch.cat(outputs).transpose(1, 2).flatten(0, 1)
+    return found.index_select(0, chunks.place)
+
+
+def _between(decay: torch.Tensor, size: int) -> torch.Tensor:
+    """[N, h, C] -> [N, h, C, C]: what is left at token i of what token j wrote, 0 for later j.
+
+    Decays are summed from j to i: differences of sums from the chunk's start would round off small ones after large
+    ones.
+    """
+    row = torch.arange(size, device=decay.device)
+    steps = decay[..., :, None].masked_fill(row[:, None] <= row, 0.0)
+    return steps.cumsum(-2).exp().masked_fill(row[:, None] < row, 0.0)
+
+
+def _unit(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + SMALL)
+
+
+def causal_convolution(x: torch.Tensor, weight: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    """Return silu of the sum over each token and the k - 1 before it in its sequence, channel by channel.
+
+    Args:
+        x: [t, c].
+        weight: [c, 1, k]; the last tap is the token's own.
+        position: int64 [t], each token's place in its sequence.
+    """
+    taps = weight.shape[-1]
+    total = x * weight[:, 0, -1]
+    for back in range(1, min(taps, len(x))):
+        before = F.pad(x[:-back], (0, 0, back, 0)).masked_fill((position < back)[:, None], 0.0)
+        total = total + before * weight[:, 0, -1 - back]
+    return F.silu(total)
+
+
+class _Places(NamedTuple):
+    """What layers need to know of a micro-batch's sequences."""
+
+    position: torch.Tensor
+    chunks: Chunks
+
+
+def _places(lengths: Sequence[int], device: torch.device) -> _Places:
+    position = torch.cat([torch.arange(length) for length in lengths])
+    chunks = chunks_of(lengths)
+    return _Places(position.to(device), chunks._replace(place=chunks.place.to(device)))
+
+
+class DeltaNet(MegatronModule):  # type: ignore[misc]
+    """The layer, in the place of Megatron's ``self_attention``; its keys in checkpoints are Megatron's.
+
+    Sizes are those of the TransformerConfig (``linear_*``). Context parallelism is refused by ``parallel.grid``.
+    """
+
+    def __init__(self, config: Any, layer_number: int, pg_collection: Any = None, **unused: Any) -> None:
+        super().__init__(config=config)
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.layer_number, self.pg_collection, self.tp_size = layer_number, pg_collection, pg_collection.tp.size()
+        self.conv_bias = False
+        self.key_head_dim, self.value_head_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        self.num_value_heads = config.linear_num_value_heads
+        self.qk_dim = self.key_head_dim * config.linear_num_key_heads
+        self.v_dim = self.value_head_dim * self.num_value_heads
+        self.in_proj_dim = 2 * self.qk_dim + 2 * self.v_dim + 2 * self.num_value_heads
+        self.conv_dim_local_tp = (2 * self.qk_dim + self.v_dim) // self.tp_size
+        common: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
+        self.in_proj = ColumnParallelLinear(
+            config.hidden_size, self.in_proj_dim, init_method=config.init_method, gather_output=False, **common
+        )
+        self.out_proj = RowParallelLinear(
+            self.v_dim, config.hidden_size, init_method=config.output_layer_init_method, input_is_parallel=True,
+            skip_bias_add=True, **common,
+        )  # fmt: skip
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        own: dict[str, Any] = {"dtype": config.params_dtype, "device": device}
+        heads, channels = self.num_value_heads // self.tp_size, self.conv_dim_local_tp
+        self.conv1d = torch.nn.Conv1d(
+            channels, channels, config.linear_conv_kernel_dim, groups=channels, bias=False, **own
+        )
+        self.dt_bias, self.A_log = (torch.nn.Parameter(torch.zeros(heads, **own)) for _ in range(2))
+        for parameter in (self.conv1d.weight, self.dt_bias, self.A_log):
+            set_tensor_model_parallel_attributes(parameter, True, 0, 1)
+        self.out_norm = RMSNorm(config, self.value_head_dim, eps=config.layernorm_epsilon)
+        self.out_norm.weight.sequence_parallel = False  # type: ignore[attr-defined]  # ``forward`` reduces its gradient
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **unused: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Return the layer's output for [s, b, hidden], or for packed sequences [t, 1, hidden]; the bias is None."""
+        projected, _ = self.in_proj(hidden_states)
+        rows, sequences = projected.shape[:2]
+        if packed_seq_params is None:
+            places = _places([rows] * sequences, projected.device)
+        else:
+            places = _of_packed(packed_seq_params, projected.device)
+        out = self._mixed(projected.transpose(0, 1).flatten(0, 1), places)
+        output, _ = self.out_proj(out.unflatten(0, (sequences, rows)).transpose(0, 1).contiguous())
+        return output, None
+
+    def _mixed(self, projected: torch.Tensor, places: _Places) -> torch.Tensor:
+        """[t, in_proj_dim / tp] -> [t, h * d']."""
+        keys, values, heads = (n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
+        mixed, gate, beta, step = projected.split([2 * keys + values, values, heads, heads], dim=-1)
+        mixed = causal_convolution(mixed, self.conv1d.weight, places.position)
+        query, key, value = mixed.split([keys, keys, values], dim=-1)
+        query, key = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (query, key))
+        value, gate = (x.unflatten(-1, (-1, self.value_head_dim)) for x in (value, gate))
+        decay = -self.A_log.float().exp() * F.softplus(step.float() + self.dt_bias.float())
+        out = gated_delta_rule(query, key, value, decay, beta.sigmoid(), places.chunks).to(projected.dtype)
+        weight = copy_to_tensor_model_parallel_region(self.out_norm.weight)  # each rank norms its own heads
+        normed = weight * F.rms_norm(out.float(), (self.value_head_dim,), None, self.out_norm.eps).to(out.dtype)
+        return (normed * F.silu(gate.float())).to(out.dtype).flatten(-2)
+
+    def sharded_state_dict(self, *arguments: Any, **named: Any) -> dict[str, Any]:
+        """Return the entries of Megatron's checkpoints: parts of fused tensors have keys of their own."""
+        state: dict[str, Any] = GatedDeltaNet.sharded_state_dict(self, *arguments, **named)
+        return state
+
+
+def _of_packed(params: Any, device: torch.device) -> _Places:
+    """Return the places of a micro-batch's sequences, which the first layer computes."""
+    found: _Places | None = getattr(params, "_megarl_delta_places", None)
+    if found is None:
+        found = params._megarl_delta_places = _places(params.cu_seqlens_q.diff().tolist(), device)
+    return found
