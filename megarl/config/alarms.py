@@ -30,7 +30,17 @@ class AlarmsConfig:
     turns and rows. Each takes about a millisecond."""
     verdicts: NonNegative = 4
     """Trained responses of each step whose verdicts are asked for again, in a process of its own; not those of programs
-    and judges. In an attempt's first step 16 times as many. An answer takes the verifier's time once more."""
+    and judges. In a run's first step 16 times as many. An answer takes the verifier's time once more."""
+    truth: str | None = None
+    """Python file with ``compute_score``, as ``reward.path``: a verifier that is independent of the reward. It judges
+    ``truths`` responses of each step, in a process of its own. An alarm tells wrong responses that gain reward."""
+    truths: NonNegative = 64
+    """Trained responses of each step that ``truth`` judges, and, with ``reward.path``, its function against the ground
+    truth of another task; 0 for neither. Few responses notice a rise late."""
+    gamed: Annotated[float, Bound(0, 1)] | None = 0.05
+    """Rise of the mean reward through wrong responses since the first four steps, as a share of the rewards' range. It
+    must also exceed three standard errors, and the rise of right responses. Raise it above the weight of a form that a
+    reward function pays for itself."""
     groups: bool = True
     """Compare each step's groups with the store's rows: earlier use, number, lag, the order of tasks and seeds."""
     entropy: UnitInterval | None = 0.1

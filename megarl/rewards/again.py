@@ -73,6 +73,11 @@ class SecondVerifier:
         self._socket = ours
         self._send(to_dict(self._config))
 
+    @property
+    def is_asked(self) -> bool:
+        """True while a question has no reply and its time is not over."""
+        return any(until > time.monotonic() for until in self._asked.values())
+
     def ask(self, task: Task, text: str, *, in_thinking: bool) -> int | None:
         """Ask for the verdict on a response; return the question's number, or None while older ones are unanswered."""
         if any(until < time.monotonic() for until in self._asked.values()):

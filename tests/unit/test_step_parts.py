@@ -56,6 +56,7 @@ ORDER = (
     "Norms",
     "StoredGroups",
     "Verdicts",
+    "Gamed",
     "Alarms",  # tests what the other parts have measured
 )
 

@@ -416,6 +416,9 @@ def check_reward_settings(config: Config) -> None:
             f"reward.length.weight={reward.length.weight:g} compares the answers of a group, and algorithm.group_size "
             "is 1; set it to 2 or more"
         )
+    truth = config.alarms.truth
+    if truth is not None and not Path(truth).is_file():
+        raise ConfigError(f"alarms.truth={truth}: no such file; give a Python file with compute_score")
     if reward.path is None:
         return
     if not Path(str(reward.path)).is_file():

@@ -21,6 +21,7 @@ from megarl.train.parts.compared_turns import ComparedTurns
 from megarl.train.parts.demonstrations import Demonstrations, draws_experts
 from megarl.train.parts.equal_episodes import EqualEpisodes
 from megarl.train.parts.fixed_reference import FixedReference
+from megarl.train.parts.gamed import Gamed
 from megarl.train.parts.norm_epsilon import Norms
 from megarl.train.parts.prediction import PredictedSeconds
 from megarl.train.parts.priority_draws import PriorityDraws
@@ -63,6 +64,12 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: True, Norms),
     (lambda c: c.alarms.groups, StoredGroups),
     (lambda c: c.alarms.verdicts > 0 and not c.reward.shuffle and not c.buffer.operators, Verdicts),
+    (
+        lambda c: (
+            c.alarms.truths > 0 and (c.alarms.truth is not None or c.reward.path is not None) and not c.reward.shuffle
+        ),
+        Gamed,
+    ),
     (lambda c: True, Alarms),
 )
 

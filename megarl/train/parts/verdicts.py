@@ -9,15 +9,14 @@ from typing import Any
 import numpy as np
 
 from megarl.buffer.experience import by_group
-from megarl.buffer.store import Store, is_outline, with_arrays
+from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.config.rewards import RewardConfig
 from megarl.core.schema import Reward, Task, TokenBounds, Trajectory, name_of
-from megarl.core.text import opens_thinking
 from megarl.rewards.again import COSTLY, SecondVerifier
 from megarl.rewards.verdict import NO_VERDICT, format_reward, language_consistency, language_of, repetition_penalty
 from megarl.rewards.wrong_answers import WrongAnswer, accepted, wrong_answers
-from megarl.tasks import ChatTokenizer
+from megarl.train.batch.judged_texts import JudgedTexts, verifier_score
 from megarl.train.part import Metrics, Part, StepData
 from megarl.train.ranks import Reporter, RunContext, TrainState
 
@@ -28,7 +27,7 @@ FIRST_WAIT_S = 10.0
 WITHIN = 1e-6
 """Relative difference of two scores that are equal."""
 FIRST_TIMES = 16
-"""Factor of ``alarms.verdicts`` in the first step of an attempt: most faults are there from the start."""
+"""Factor of ``alarms.verdicts`` in a run's first step: most faults are there from the start."""
 RANDOM = 9
 """Random stream of the choice of responses."""
 
@@ -38,15 +37,14 @@ class Verdicts(Part):
 
     def __init__(self, config: Config, context: RunContext, store: Store, reporter: Reporter) -> None:
         self._config, self._store, self._reporter = config, store, reporter
+        self._texts = JudgedTexts(config, store)
         self._is_first = context.rank == 0
         self._again = SecondVerifier(config.reward)
         self._open: dict[int, tuple[Trajectory, Task, str, bool]] = {}
         self._wrong: dict[int, WrongAnswer] = {}
         """Question -> answer that must not count as right."""
-        self._is_first_step = True
         self._found: dict[str, list[str]] = {}
         self._wait_s = FIRST_WAIT_S
-        self._tokenizer: ChatTokenizer | None = None
         if self._is_first:
             self._again.start()
 
@@ -60,28 +58,14 @@ class Verdicts(Part):
         for group in by_group(data.trajectories):
             for name, text in wrong_parts(group, config.reward, config.rollout.max_response_tokens, state.step):
                 self._say("shaping", f"{name}: {text}")
-        number = config.alarms.verdicts * (FIRST_TIMES if self._is_first_step else 1)
-        chosen = choice(data.trajectories, number, np.random.default_rng([RANDOM, state.step]))
-        tasks = self._store.facts.tasks({one.task_id for one in chosen})
-        if self._is_first_step:
+        several = config.alarms.verdicts * (1 if state.step else FIRST_TIMES)
+        chosen = choice(data.trajectories, several, np.random.default_rng([RANDOM, state.step]))
+        if not state.step:
+            tasks = self._store.facts.tasks({one.task_id for one in chosen})
             self._ask_wrong([tasks[name] for name in sorted(tasks)])
-        self._is_first_step = False
-        members: dict[str, list[int]] = {}
-        for one in filter(is_outline, chosen):
-            members.setdefault(one.group_id, []).append(one.index)
-        arrays = self._store.groups.arrays(members)
-        for one in chosen:
-            if (task := tasks.get(one.task_id)) is not None:
-                key = one.group_id, one.index
-                self._ask(with_arrays(one, arrays[key]) if is_outline(one) else one, task)
-
-    def _ask(self, one: Trajectory, task: Task) -> None:
-        tokenizer = self._tokenizer = self._tokenizer or ChatTokenizer.of(self._config)
-        context, response = one.answered()
-        in_thinking = opens_thinking(tokenizer.decode(context, special=True))
-        text = tokenizer.decode(response)
-        if (number := self._again.ask(task, text, in_thinking=in_thinking)) is not None:
-            self._open[number] = one, task, text, in_thinking
+        for one, task, text, in_thinking in self._texts.of(chosen):
+            if (number := self._again.ask(task, text, in_thinking=in_thinking)) is not None:
+                self._open[number] = one, task, text, in_thinking
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
         if not self._is_first:
@@ -178,14 +162,11 @@ def differences(
 ) -> list[tuple[str, str]]:
     """Return (alarm, text) for each difference of a trained reward from a second verdict and from the parts."""
     settings, parts = config.reward, reward.parts
-    later = parts.get("overlong", 0.0) + settings.length.weight * parts.get("length", 0.0)
-    later += config.reward_model.coef * parts.get("model", 0.0)
     found: list[tuple[str, str]] = []
     for name, value in shape.items():
         if not _equal(parts.get(name, math.nan), value):
             found.append(("shaping", f"part {name} is {parts.get(name)}, and {value:.6g} when computed again"))
-    form = sum(getattr(settings, name).weight * parts.get(name, 0.0) for name in shape)
-    own = reward.score - later - form
+    own = verifier_score(reward, config)
     if reward.status != again["status"] or not _equal(own, settings.weight * again["score"]):
         text = f"its verdict is {reward.status} with score {own:.6g}, and {again['status']} with score "
         found.append(("verdicts", f"{text}{settings.weight * again['score']:.6g} when it is asked for again"))
