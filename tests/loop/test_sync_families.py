@@ -96,6 +96,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_ENGINE_SIZES, "intermediate_size": 128},
     "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
     "glm4": _ENGINE_SIZES,
+    "qwen3_5": {
+        **_ENGINE_SIZES,
+        "layer_types": ["linear_attention", "full_attention"],
+        **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    },
 }
 """What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by
 heads."""
@@ -181,6 +187,7 @@ BF16_CELLS = {
     Cell("qwen3_moe", EP2, EXPERTS, "bfloat16"): 0.05,
     Cell("deepseek_v3", TP2, {}, "bfloat16"): 0.05,
     Cell("dots1", EP2, {}, "bfloat16"): 0.05,
+    Cell("qwen3_5", TP2, {}, "bfloat16"): 0.05,
 }
 """Largest mean difference over 96 sampled tokens; measured 0.026, 0.016 and 0.013 (largest of one token 0.19, 0.26 and
 0.14)."""
@@ -253,7 +260,10 @@ def test_engine_computes_what_transformers_does(cell: Cell, tmp_path: Path, zygo
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "cell",
-    [pytest.param(cell, marks=() if cell.family == "qwen3_moe" else pytest.mark.soak) for cell in BF16_CELLS],
+    [
+        pytest.param(cell, marks=() if cell.family in ("qwen3_moe", "qwen3_5") else pytest.mark.soak)
+        for cell in BF16_CELLS
+    ],
     ids=str,
 )
 def test_bfloat16(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:

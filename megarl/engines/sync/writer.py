@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from vllm._custom_ops import cpu_prepack_moe_weight
+from vllm._custom_ops import causal_conv1d_weight_pack, cpu_prepack_moe_weight
 from vllm.config import ModelConfig
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
@@ -79,14 +79,7 @@ def unpack_experts(packed: torch.Tensor, isa: str, shape: Shape, *, gated: bool)
     and then permutes each expert in the same way; the permutation is read from a packed expert of index numbers.
     """
     padded = packed[0].numel()
-    source = torch.zeros(padded, dtype=torch.int64)
-    number = torch.arange(padded)
-    base = 1 << 8  # whole numbers below it are exact in every float type
-    scale = 1
-    while scale < padded:
-        digit = (number // scale % base).to(packed.dtype).view(1, *packed.shape[1:])
-        source += cpu_prepack_moe_weight(digit, isa).view(-1).long() * scale
-        scale *= base
+    source = packed_order(lambda plain: cpu_prepack_moe_weight(plain, isa), (1, *packed.shape[1:]), packed.dtype)
     experts, rows, columns = shape
     plain = torch.empty_like(packed).view(experts, padded)
     plain[:, source] = packed.reshape(experts, padded)
@@ -94,6 +87,27 @@ def unpack_experts(packed: torch.Tensor, isa: str, shape: Shape, *, gated: bool)
         return plain.view(packed.shape)[:, :, :columns].contiguous()
     halves = plain.view(experts, 2, -1, columns)[:, :, : rows // 2]
     return halves.reshape(shape)
+
+
+def unpack_convolution(packed: torch.Tensor, shape: Shape) -> torch.Tensor:
+    """Return the weight [c, 1, k] of ``shape`` from the CPU kernel's packed form."""
+    plain = torch.empty(shape, dtype=packed.dtype)
+    plain.view(-1)[packed_order(causal_conv1d_weight_pack, (shape[0], shape[-1]), packed.dtype)] = packed.view(-1)
+    return plain
+
+
+def packed_order(pack: Callable[[torch.Tensor], torch.Tensor], shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+    """Return int64 [n]: the place in a tensor of ``shape`` that each element of its packed form has, read from packed
+    index numbers."""
+    number = torch.arange(math.prod(shape))
+    source = torch.zeros_like(number)
+    base = 1 << 8  # whole numbers below it are exact in every float type
+    scale = 1
+    while scale < len(number):
+        digit = (number // scale % base).to(dtype).view(shape)
+        source += pack(digit).reshape(-1).long() * scale
+        scale *= base
+    return source
 
 
 def latent_projections(model: nn.Module) -> dict[nn.Module, Any]:
@@ -252,6 +266,8 @@ class SliceWriter:
         elif experts is not None and parameter in ("w13_weight", "w2_weight"):
             packed = getattr(module, parameter).data
             value = unpack_experts(packed, experts.isa, expected.shape, gated=parameter == "w13_weight")
+        elif hasattr(module, "_cpu_unpacked_conv_weight") and parameter == "weight":
+            value = unpack_convolution(module.weight.data, expected.shape)
         elif module in self._latent and parameter == "weight":
             value = latent_weight(self._latent[module])
         else:

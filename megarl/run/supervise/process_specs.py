@@ -240,7 +240,10 @@ def cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
         # Later stages allocate their input buffers during warm-up, which eager mode skips. Nothing is compiled in
         # either mode.
         compilation |= {"mode": 1, "custom_ops": ["all"]}
-    if _is_mla(model_path):
+    model = _settings(model_path)
+    if model.get("linear_num_key_heads") is not None:
+        options += ["--no-enable-prefix-caching"]  # states of prefixes need chunked prefills, which are off
+    if model.get("kv_lora_rank") is not None:
         # The CPU kernel rotates only the first head of latent attention's queries. On machines with AMX vLLM would
         # choose another backend, whose projection cannot be loaded twice.
         compilation.setdefault("custom_ops", []).append("-rotary_embedding")
@@ -248,11 +251,11 @@ def cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
     return [*options, "--compilation-config", json.dumps(compilation)] if compilation else options
 
 
-def _is_mla(model_path: str) -> bool:
+def _settings(model_path: str) -> Mapping[str, Any]:
     from megarl.weights.checkpoint.formats.hf_source import read_hf_config  # imports torch and transformers
 
     path = Path(model_path)
-    return (path / "config.json").is_file() and read_hf_config(path).get("kv_lora_rank") is not None
+    return read_hf_config(path) if (path / "config.json").is_file() else {}
 
 
 Placed = tuple[int, Spec]
