@@ -81,6 +81,19 @@ _SIGMOID = {
     "rope_parameters": _ROPE,
 }
 
+_DELTA = {
+    **_DENSE,
+    "head_dim": 24,
+    "initializer_range": 0.05,
+    "layer_types": 3 * ["linear_attention"] + ["full_attention"],
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {**_DENSE, "num_key_value_heads": 4}),
     "llama3": (
@@ -116,15 +129,16 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("qwen3", {**_DENSE, "head_dim": 24}),
-    "qwen3_5": (
-        "qwen3_5_text",
-        {
-            **{**_DENSE, "head_dim": 24, "initializer_range": 0.05},
-            "layer_types": 3 * ["linear_attention"] + ["full_attention"],
-            **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 12},
-            **{"linear_value_head_dim": 10, "linear_conv_kernel_dim": 4},
-            "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
-        },
+    "qwen3_5": ("qwen3_5_text", _DELTA),
+    "qwen3_5_moe": (
+        "qwen3_5_moe_text",
+        {**_DELTA, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72}
+        | {"num_experts": 8, "num_experts_per_tok": 3},
+    ),
+    "qwen3_next": (
+        "qwen3_next",
+        {**_DELTA, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72, "mlp_only_layers": [1]}
+        | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
     ),
     "mixtral": ("mixtral", {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (

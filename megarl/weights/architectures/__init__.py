@@ -32,7 +32,17 @@ from megarl.weights.architectures.llama import (
     SMOLLM3,
 )
 from megarl.weights.architectures.minimax_m2 import MINIMAX_M2
-from megarl.weights.architectures.qwen import QWEN2, QWEN2_5_VL, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_MOE, SEED_OSS
+from megarl.weights.architectures.qwen import (
+    QWEN2,
+    QWEN2_5_VL,
+    QWEN2_MOE,
+    QWEN3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_MOE,
+    QWEN3_NEXT,
+    SEED_OSS,
+)
 from megarl.weights.architectures.table import Architecture, Head, HFConfig, ModelSizes, Shape
 
 __all__ = ["ARCHITECTURES", "Architecture", "HFConfig", "Head", "ModelSizes", "Shape", "architecture"]
@@ -70,6 +80,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5_moe": ERNIE4_5_MOE,
     "gpt_oss": GPT_OSS,
     "qwen3_5_text": QWEN3_5,
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_next": QWEN3_NEXT,
 }
 """``model_type`` in config.json -> table."""
 

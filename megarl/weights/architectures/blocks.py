@@ -178,6 +178,16 @@ DELTA_NET = (
 )
 JOINED_CONVOLUTION = JoinedTensor("linear_attn.conv1d.weight", tuple(part.name for part in DELTA_CONVOLUTION))
 """The convolution's channels as one tensor in a checkpoint's files."""
+JOINED_GROUPS = (
+    JoinedTensor("linear_attn.in_proj_qkvz.weight", tuple(part.name for part in DELTA_IN[:4]), grouped=True),
+    JoinedTensor("linear_attn.in_proj_ba.weight", tuple(part.name for part in DELTA_IN[4:]), grouped=True),
+)
+"""The projections as two tensors in a checkpoint's files."""
+VLLM_GROUPED_DELTA_NET = (
+    Fused("linear_attn.in_proj_qkvz.weight", Op.GROUPED, DELTA_IN[:4]),
+    Fused("linear_attn.in_proj_ba.weight", Op.GROUPED, DELTA_IN[4:]),
+    Fused("linear_attn.conv1d.weight", Op.SECTIONS, DELTA_CONVOLUTION),
+)
 VLLM_DELTA_NET = (
     Fused("linear_attn.in_proj_qkvz.weight", Op.SECTIONS, DELTA_IN[:4]),
     Fused("linear_attn.in_proj_ba.weight", Op.SECTIONS, DELTA_IN[4:]),

@@ -14,6 +14,7 @@ from megarl.weights.architectures.blocks import (
     GATED_ATTENTION,
     INPUT_NORM,
     JOINED_CONVOLUTION,
+    JOINED_GROUPS,
     MLP,
     OUTPUT,
     QK_NORM,
@@ -22,6 +23,7 @@ from megarl.weights.architectures.blocks import (
     VLLM_DELTA_NET,
     VLLM_EXPERTS,
     VLLM_GATED_ATTENTION,
+    VLLM_GROUPED_DELTA_NET,
     VLLM_MLP,
     VLLM_QKV_BIAS,
     gated,
@@ -38,6 +40,7 @@ from megarl.weights.architectures.table import (
     NormRules,
     Op,
     Param,
+    RouterRules,
     Stage,
 )
 
@@ -175,4 +178,38 @@ QWEN3_5 = Architecture(
     fixed={"hidden_act": "silu", "attention_bias": False},
     layers=LayerRules(partial_rotary=True),
     norms=NormRules(zero_centred=True),
+)
+
+
+# Qwen3.5, text, with experts: those of Qwen2-MoE in every layer. Source:
+# ``transformers/models/qwen3_5_moe/modeling_qwen3_5_moe.py``.
+_GATED_SHARED = (
+    *gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts"),
+    Param("mlp.shared_experts.gate_weight", Op.SAME, (_GATE,), Stage.MOE),
+)
+_VLLM_GATED_EXPERTS = (*VLLM_EXPERTS, *vllm_gated(_SHARED, "mlp.shared_expert.gate_up_proj.weight"))
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    name="qwen3_5_moe_text",
+    models="Qwen3.5 with experts, text",
+    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *EXPERTS, *_GATED_SHARED, *OUTPUT),
+    vllm=(*VLLM_GATED_ATTENTION, *VLLM_DELTA_NET, *_VLLM_GATED_EXPERTS),
+    router=RouterRules(norms_topk=True),
+    megatron={"moe_shared_expert_gate": True},
+    keys={"ffn": ("moe_intermediate_size",), "shared_ffn": ("shared_expert_intermediate_size",)},
+)
+
+
+# Qwen3-Next: Qwen3.5's layers with experts, or one MLP in some; files with the rows of each key head together. Source:
+# ``transformers/models/qwen3_next/modeling_qwen3_next.py``.
+QWEN3_NEXT = replace(
+    QWEN3_5,
+    name="qwen3_next",
+    models="Qwen3-Next",
+    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *DENSE_MLP, *EXPERTS, *_GATED_SHARED, *OUTPUT),
+    vllm=(*VLLM_GATED_ATTENTION, *VLLM_GROUPED_DELTA_NET, *VLLM_MLP, *_VLLM_GATED_EXPERTS),
+    joined=(*JOINED_GROUPS, JOINED_CONVOLUTION),
+    megatron={"moe_shared_expert_gate": True},
+    keys={"shared_ffn": ("shared_expert_intermediate_size",)},
 )

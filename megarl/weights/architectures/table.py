@@ -37,6 +37,7 @@ class Op(Enum):
     QKV = "query, key and value heads; Megatron interleaves them per query group, vLLM keeps three blocks"
     GATED_QKV = "as QKV, with each query head's gate behind it; Megatron has a group's gates behind its queries"
     CONCAT = "each part is cut on its own and the shares lie one after the other (gate over up)"
+    GROUPED = "the parts of a gated delta net's first key head, then those of its next one"
     SECTIONS = "as CONCAT, for any number of parts; Megatron's checkpoints have each part under a key of its own"
     TIED = "hf[0]; when config.tie_word_embeddings, a second copy of hf[1] wherever the engine keeps one"
 
@@ -135,6 +136,8 @@ class JoinedTensor:
     """True if each matrix is stored as [inputs, outputs]."""
     single: bool = False
     """True if there is an extra first axis of size 1."""
+    grouped: bool = False
+    """True if the rows of each key head of a gated delta net stand together (``Op.GROUPED``)."""
 
 
 @dataclass(frozen=True)

@@ -372,6 +372,10 @@ class Sharder:
             if self.interleaved:
                 return tuple(_gated_groups(self.sizes, ways, k) for k in range(ways))
             return tuple(_head_blocks(self.sizes, ways, k, gates=True) for k in range(ways))
+        if op is Op.GROUPED:
+            return tuple(
+                _grouped([shape[0] for shape in shapes], self.sizes.delta_key_heads, ways, k) for k in range(ways)
+            )
         if shard is Shard.FIRST:
             return tuple(_first(shapes[0][0], k) for k in range(ways))
         axis = shard_axis(shard, shapes[0])
@@ -390,6 +394,18 @@ def _even(extents: list[int], ways: int, k: int) -> Split:
         each = extent // ways
         spans.append(AxisSpan(part, k * each, (k + 1) * each, at))
         at += each
+    return Split(at, at, tuple(spans))
+
+
+def _grouped(extents: list[int], groups: int, ways: int, k: int) -> Split:
+    """vLLM: the share's groups, each with its rows of every part."""
+    spans: list[AxisSpan] = []
+    at, own = 0, groups // ways
+    for group in range(k * own, (k + 1) * own):
+        for part, extent in enumerate(extents):
+            each = extent // groups
+            spans.append(AxisSpan(part, group * each, (group + 1) * each, at))
+            at += each
     return Split(at, at, tuple(spans))
 
 

@@ -132,7 +132,7 @@ class HFTarget:
     def _in_order(self, regions: list[Region], blocks: Blocks) -> Iterator[torch.Tensor]:
         """Yield the elements of a stored tensor, or of one of its experts, in file order."""
         first = self._places[regions[0].local]
-        if not first.transposed:
+        if not first.transposed and first.groups == 1:
             for region in regions:
                 yield from blocks(region)
             return
@@ -142,7 +142,8 @@ class HFTarget:
             for block in blocks(region):
                 values.view(-1)[done : done + block.numel()] = block.view(-1)
                 done += block.numel()
-            self._places[region.local].view_in_matrix(matrix).copy_(values)
+            view = self._places[region.local].view_in_matrix(matrix)
+            view.copy_(values.view(view.shape))
         yield matrix
 
     def reader(self, path: Path, records: Iterable[Finished] | None = None) -> HFFiles | Dequantised | Divided:

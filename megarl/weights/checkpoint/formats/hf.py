@@ -176,10 +176,14 @@ def export_hf(
         here = {name: place for stored in names for name, place in parts[stored].items()}
         part = replace(plan.only(here.__contains__), colocated=True)
         whole = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in names} if rank == 0 else {}
-        views = {name: place.view(whole[place.stored]) for name, place in here.items()} if rank == 0 else {}
-        sent = exchange(part, rank, tensors, views.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
+        places = here if rank == 0 else {}
+        views = {name: place.view(whole[place.stored]) for name, place in places.items()}
+        plain = {name: view if places[name].groups == 1 else view.flatten(0, 1) for name, view in views.items()}
+        sent = exchange(part, rank, tensors, plain.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
         digests |= {name: digest for (_, name), digest in sent.items()}
         if rank == 0:
+            for name in (name for name, place in places.items() if place.groups > 1):  # flattened is a copy
+                views[name].copy_(plain[name].view(views[name].shape))
             save_file(whole, temporary / file, metadata={"format": "pt"})
     if rank == 0:
         if len(files) > 1:

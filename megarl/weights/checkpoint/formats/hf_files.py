@@ -331,19 +331,23 @@ class FilePlace(NamedTuple):
     """Index along the stored tensor's first axis, if it is a stack."""
     transposed: bool = False
     first: int = 0
-    """First row in the stored tensor, after indexing and transposing."""
+    """First row in the stored tensor (of each group), after indexing and transposing."""
+    groups: int = 1
+    """Groups of the stored tensor's rows, each with rows of this logical tensor."""
 
     def view(self, whole: torch.Tensor) -> torch.Tensor:
         """View of the logical tensor in the stored one."""
         return self.view_in_matrix(whole if self.expert is None else whole[self.expert])
 
     def view_in_matrix(self, matrix: torch.Tensor) -> torch.Tensor:
-        """View of the logical tensor in the matrix of its expert."""
+        """View of the logical tensor in the matrix of its expert; [groups, rows of one, ...] if there are groups."""
         matrix = matrix.transpose(0, 1) if self.transposed else matrix
-        return matrix[self.first : self.first + self.shape[0]]
+        if self.groups == 1:
+            return matrix[self.first : self.first + self.shape[0]]
+        return matrix.unflatten(0, (self.groups, -1))[:, self.first : self.first + self.shape[0] // self.groups]
 
     def box(self, box: Box) -> Box:
-        """Convert elements ``box`` of the logical tensor to the box of the stored tensor."""
+        """Convert elements ``box`` of the logical tensor to the box of the stored tensor, which has no groups."""
         lo, hi = box[0]
         rows = (self.first + lo, self.first + hi)
         matrix = (*box[1:], rows) if self.transposed else (rows, *box[1:])
@@ -364,7 +368,7 @@ def places_of_parts(arch: Architecture, hf_config: HFConfig) -> dict[str, FilePl
     found: dict[str, FilePlace] = {}
     for joined in arch.joined:
         param = rows[joined.parts[0]][1]
-        parts = [rows[name][0] for name in joined.parts]
+        parts, groups = [rows[name][0] for name in joined.parts], sizes.delta_key_heads if joined.grouped else 1
         shapes = [part.shape(sizes) for part in parts]
         matrix = (sum(shape[0] for shape in shapes), *shapes[0][1:])
         matrix = matrix[::-1] if joined.transposed else matrix
@@ -373,8 +377,8 @@ def places_of_parts(arch: Architecture, hf_config: HFConfig) -> dict[str, FilePl
             stored, first = hf_name(joined, one), 0
             index = 0 if joined.single else one.expert
             for part, shape in zip(parts, shapes, strict=True):
-                found[hf_name(part, one)] = FilePlace(stored, whole, shape, index, joined.transposed, first)
-                first += shape[0]
+                found[hf_name(part, one)] = FilePlace(stored, whole, shape, index, joined.transposed, first, groups)
+                first += shape[0] // groups
     return found
 
 
@@ -403,12 +407,22 @@ class Divided:
         if place is None:
             return self.files.read(name, box, out)
         shape, stored = layout.shape_of(box), place.box(box)
+        if place.groups > 1:
+            return self._of_groups(place, box, out)
         if not place.transposed:
             out = into(out, self.files.dtypes[place.stored], shape)
             return self.files.read(place.stored, stored, out.view(layout.shape_of(stored))).view(shape)
         values = self.files.read(place.stored, stored)
         values = values if place.expert is None else values[0]
         return into(out, values.dtype, shape).copy_(values.transpose(0, 1))
+
+    def _of_groups(self, place: FilePlace, box: Box, out: torch.Tensor | None) -> torch.Tensor:
+        """Read a box of rows that stand in several groups: whole groups are read, and other tensors' rows left out."""
+        (low, high), each = box[0], place.shape[0] // place.groups
+        first, last, rows = low // each, -(-high // each), place.whole[0] // place.groups
+        groups = self.files.read(place.stored, ((first * rows, last * rows), *box[1:])).unflatten(0, (-1, rows))
+        found = groups[:, place.first : place.first + each].flatten(0, 1)[low - first * each : high - first * each]
+        return into(out, found.dtype, layout.shape_of(box)).copy_(found)
 
     def file_of(self, name: str) -> Path:
         """Path of the file with a logical tensor."""
