@@ -267,7 +267,9 @@ def test_engine_computes_what_transformers_does(cell: Cell, tmp_path: Path, zygo
 @pytest.mark.parametrize(
     "cell",
     [
-        pytest.param(cell, marks=() if cell.family in ("qwen3_moe", "qwen3_5") and cell.trainer != PP2 else pytest.mark.soak)
+        pytest.param(
+            cell, marks=() if cell.family in ("qwen3_moe", "qwen3_5") and cell.trainer != PP2 else pytest.mark.soak
+        )
         for cell in BF16_CELLS
     ],
     ids=str,
