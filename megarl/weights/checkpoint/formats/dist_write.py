@@ -106,7 +106,7 @@ def _join(shape: Shape, pieces: Mapping[tuple[Shape, bool], Stored]) -> Stored:
     return Stored(next(iter(pieces.values())).dtype, shape, tuple(chunks))
 
 
-_WITHOUT_STATE = ("embedding.", "output_layer.", ".router.")
+_WITHOUT_STATE = ("embedding.", "output_layer.", ".router.", ".conv1d.", ".A_log", ".dt_bias")
 
 
 def extra_states(layout: Layout) -> Iterator[str]:
@@ -118,7 +118,7 @@ def extra_states(layout: Layout) -> Iterator[str]:
         for key in (row.local, other_name(row.local)):
             if key is None or any(text in key for text in _WITHOUT_STATE):
                 continue
-            module = key.rpartition(".")[0]
+            module = key.partition(".weight.")[0] if ".weight." in key else key.rpartition(".")[0]
             modules = [module]
             if module.endswith("self_attention.linear_proj"):
                 modules.append(module.removesuffix("linear_proj") + "core_attention")
