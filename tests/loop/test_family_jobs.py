@@ -20,6 +20,7 @@ from tests.system.jobs import START_S, TINY, Job
 
 STEPS = 3
 TP2 = ("parallel=tp2",)
+BF16 = ("parallel=tp2", "model.dtype=bfloat16")
 EP2 = ("parallel=tp2", "parallel.sequence_parallel=true", "parallel.ep=2")
 
 
@@ -45,6 +46,8 @@ def save_model(family: str, folder: Path) -> Path:
             pytest.param(name, EP2, id=name, marks=pytest.mark.soak)
             for name in ("minimax_m2", "ernie4_5_moe", "gpt_oss")
         ),
+        pytest.param("qwen3_5", BF16, id="qwen3_5"),
+        pytest.param("qwen3_next", (*EP2, "model.dtype=bfloat16"), id="qwen3_next", marks=pytest.mark.soak),
     ],
 )
 def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family: str, grid: tuple[str, ...]) -> None:
@@ -67,7 +70,9 @@ def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family:
         job.clean_up()
     records = steps_of(job.run_dir)
     assert len(records) == STEPS and any(record["actor/grad_norm"] > 0 for record in records)
-    assert max(record["training/rollout_logp_diff_max"] for record in records) < 1e-4
+    exact = "model.dtype=bfloat16" not in grid  # else of the size of bfloat16's rounding
+    difference = "training/rollout_logp_diff_max" if exact else "training/rollout_logp_diff_mean"
+    assert max(record[difference] for record in records) < (1e-4 if exact else 0.05)
 
     model = AutoModelForCausalLM.from_pretrained(job.run_dir / "hf", dtype=torch.float32, attn_implementation="eager")
     store = Store(f"sqlite:///{job.run_dir}/store.db", read_only=True)
@@ -76,4 +81,5 @@ def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family:
     assert len(samples) == 40
     for sample in samples:
         expected = transformers_logp(model.eval(), sample.prompt_ids.tolist(), sample.response_ids.tolist())
-        torch.testing.assert_close(torch.as_tensor(sample.engine_logp), expected, rtol=0, atol=1e-4)
+        apart = (torch.as_tensor(sample.engine_logp) - expected).abs()
+        assert (apart.max() < 1e-4) if exact else (apart.mean() < 0.1)
