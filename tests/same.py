@@ -53,7 +53,7 @@ KEPT = (
     "trainer.keep_batches=true",
 )
 NOT_COMPARED = re.compile(
-    r"step|training/attempt|check/verdicts_again|(timing_s|idle|perf|memory)/.*|.*(_s|seconds)(/\w+)?"
+    r"step|training/attempt|check/(verdicts_again|gamed|any-truth)|(other_)?truth/.*|(timing_s|idle|perf|memory)/.*|.*(_s|seconds)(/\w+)?"
 )
 """Metrics that depend on the machine's speed or count attempts."""
 

@@ -127,7 +127,7 @@ def diff(sequence: DiffSequence, folder: Path, start: Start | None = None) -> Di
     from megarl.diff.trainer_trace import TrainerModel
 
     began = time.monotonic()
-    argv, environment = _engine(sequence, folder)
+    argv, environment = traced_process(sequence, folder)
     wait = (start or _start)(argv, environment, folder / "engine.log")
     trainer = TrainerModel(sequence.config)  # while the engine starts
     wait()
@@ -142,7 +142,7 @@ def diff(sequence: DiffSequence, folder: Path, start: Start | None = None) -> Di
     return Diff(findings, worst, cause, time.monotonic() - began)
 
 
-def _engine(sequence: DiffSequence, folder: Path) -> tuple[list[str], dict[str, str]]:
+def traced_process(sequence: DiffSequence, folder: Path) -> tuple[list[str], dict[str, str]]:
     """Write the request; return the engine's command line and environment: the run's, on one worker."""
     import torch
 

@@ -22,7 +22,8 @@ from tests.system.jobs import START_S, Job
 
 ROLLOUTS = ("eval-before", "train-000000", "train-000001", "train-000002", "eval-after")
 NOT_COMPARED = re.compile(
-    r"timing_s|idle|perf|memory|rollout|sync|reward/|training/attempt|check/(greedy|verdicts_again)"
+    r"timing_s|idle|perf|memory|rollout|sync|reward/|training/attempt|check/(greedy|verdicts_again|gamed|any-truth)"
+    r"|(other_)?truth/"
 )
 """What depends on the machine, on where rewards are computed or engines are, or counts attempts."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,14 @@ import pytest
 from megarl import cli
 from megarl.config.schema import Config, ModelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
-from megarl.diff.command import ENGINE, Diff, DiffSequence, diff, run
+from megarl.diff.command import ENGINE, Diff, DiffSequence, diff, run, traced_process
 from tests.loop.diff_causes import CAUSES, FILES, TOKENS, other_weights
 from tests.loop.engines import save_tokenizer
 from tests.loop.test_sync_families import SIZES
 from tests.loop.vision_models import save_qwen_processor
 from tests.loop.zygote import Zygote
 from tests.parallel.families import FAMILIES, hf_model
+from tests.parallel.grid import run_grid
 from tests.system.jobs import Job
 
 QUICK = ("rope-size", "missing-expert", "kept-prefix", "temperature")
@@ -44,15 +46,21 @@ def compared(family: str, folder: Path, zygote: Zygote, name: str | None = None,
     if seeded is not None and seeded.weights is not None:
         other_weights(path, folder / "others", seeded.weights)
 
-    def start(argv: Any, environment: Any, log: Path) -> Any:
-        own = ["tests.loop.diff_causes" if word == ENGINE else word for word in argv]
-        return partial(zygote.start(own, {**environment, **more}, log).wait, 120)
-
     # transformers reads the words of this tokenizer in other ways for the model types of some families.
     messages = [{"role": "user", "content": "t5 t6"}] if family == "qwen3" else None
     # vLLM's table of this tiny model's YaRN ends after 40 positions.
     tokens = TOKENS[:30] if family == "ministral3" else TOKENS
-    return diff(DiffSequence(config, tokens, messages), folder, start)
+    sequence = DiffSequence(config, tokens, messages)
+    argv, environment = traced_process(sequence, folder)
+    own = ["tests.loop.diff_causes" if word == ENGINE else word for word in argv]
+    zygote.start(own, {**environment, **more}, folder / "engine.log").wait(120)
+    [found] = run_grid(1, of_trainer, sequence, folder)
+    return found
+
+
+def of_trainer(rank: int, sequence: DiffSequence, folder: Path) -> Diff:
+    """Runs in a process of its own: Megatron changes variables, groups and torch for the whole process."""
+    return diff(sequence, folder, lambda argv, environment, log: lambda: None)  # the trace is there
 
 
 @pytest.mark.slow
@@ -90,10 +98,11 @@ def test_rounding_to_bfloat16_is_within_the_tolerances(family: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_command_compares_a_row_of_a_run(whole_job: Job, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_compares_a_row_of_a_run(whole_job: Job) -> None:
     """With an engine process of its own, the run's last weights and its own chat template."""
-    arguments = cli.parse_arguments(["diff", str(whole_job.run_dir), "--row", "3"])
-    assert run(arguments) == 0, capsys.readouterr().out
-    assert "chat template" in (printed := capsys.readouterr().out) and "comparisons agree" in printed
+    command = [sys.executable, "-m", "megarl", "diff", str(whole_job.run_dir), "--row", "3"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "chat template" in found.stdout and "comparisons agree" in found.stdout
     with pytest.raises(ConfigError, match="--row 100000"):
         run(cli.parse_arguments(["diff", str(whole_job.run_dir), "--row", "100000"]))

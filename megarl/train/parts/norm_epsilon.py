@@ -18,13 +18,16 @@ WITHIN = 0.05
 
 
 class Norms(Part):
-    """Compares, before the first step of an attempt, the epsilon of each norm of hidden states and heads."""
+    """Compares, after the first update of an attempt, the epsilon of each norm of hidden states and heads.
+
+    Before an update the actor may not be in memory.
+    """
 
     def __init__(self, models: Models, reporter: Reporter) -> None:
         self._models, self._reporter = models, reporter
         self._is_due, self._wrong = True, 0.0
 
-    def begin(self, state: TrainState) -> None:
+    def after_update(self, state: TrainState) -> None:
         if not self._is_due:
             return
         self._is_due = False
