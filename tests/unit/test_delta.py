@@ -6,6 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from megarl.config.lora import LoraConfig
+from megarl.config.schema import ParallelConfig
+from megarl.core.errors import ConfigError
 from megarl.learn.models.delta import causal_convolution, chunks_of, gated_delta_rule
 
 LENGTHS = [3, 70, 0, 64, 129, 1]
@@ -67,3 +70,37 @@ def test_the_convolution_is_torchs_of_each_sequence() -> None:
         if len(own):
             wanted = F.silu(F.conv1d(F.pad(own.T[None], (3, 0)), weight, groups=7))[0].T
             torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
+
+
+def sizes() -> dict[str, object]:
+    from transformers import AutoConfig
+
+    from tests.parallel.families import FAMILIES
+
+    model_type, settings = FAMILIES["qwen3_next"]
+    return AutoConfig.for_model(model_type, **settings).to_dict()  # type: ignore[no-any-return]
+
+
+def test_adapters_are_refused() -> None:
+    from megarl.weights.reshard.adapters import factors_of
+
+    with pytest.raises(ConfigError, match="model.lora.rank=4 with qwen3_next"):
+        factors_of(sizes(), LoraConfig(rank=4))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (ParallelConfig(cp=2), "parallel.cp=2 with the gated delta nets"),
+        (ParallelConfig(tp=8), "parallel.tp=8 does not divide num_attention_heads=4"),
+    ],
+)
+def test_grids_that_cut_states_are_refused(parallel: ParallelConfig, message: str) -> None:
+    from megarl.learn.parallel.grid import check_parallel, megatron_grid
+    from megarl.weights.architectures import architecture
+    from megarl.weights.reshard.grid import check_grid
+
+    table = architecture(sizes())
+    with pytest.raises(ConfigError, match=message):
+        check_grid(table.name, table.sizes(sizes()), megatron_grid(parallel))
+        check_parallel(parallel, table.sizes(sizes()))
