@@ -103,7 +103,7 @@ SETTINGS = (
     f"trainer.tasks_per_step={TASKS}", "trainer.checkpoint_interval=1000", "trainer.eval_interval=1000",
     "cluster.restarts=0", "trainer.updates_per_step=1",
     "alarms.witness=false", "alarms.trajectories=0", "alarms.verdicts=0", "alarms.groups=false",
-    "alarms.truth={files}/truth.py",
+    "alarms.truth={files}/truth.py", "alarms.other_truth=true",
 )  # fmt: skip
 MODEL = ("trainer.steps=1", "trainer.warm_start.steps=400", "trainer.warm_start.batch_size=64")
 JOB = ("model.path={files}/model", "model.from_scratch=null", "trainer.warm_start.steps=0")

@@ -34,9 +34,11 @@ class AlarmsConfig:
     truth: str | None = None
     """Python file with ``compute_score``, as ``reward.path``: a verifier that is independent of the reward. It judges
     ``truths`` responses of each step, in a process of its own. An alarm tells wrong responses that gain reward."""
-    truths: NonNegative = 64
-    """Trained responses of each step that ``truth`` judges, and, with ``reward.path``, its function against the ground
-    truth of another task; 0 for neither. Few responses notice a rise late."""
+    other_truth: bool = False
+    """Also judge them by the reward's own verifier against the ground truth of another task: no second one is needed.
+    It costs as many more calls of the function in ``reward.path``."""
+    truths: Count = 64
+    """Trained responses of each step that ``truth`` and ``other_truth`` judge. Few responses notice a rise late."""
     gamed: Annotated[float, Bound(0, 1)] | None = 0.05
     """Rise of the mean reward through wrong responses since the first four steps, as a share of the rewards' range. It
     must also exceed three standard errors, and the rise of right responses. Raise it above the weight of a form that a

@@ -35,6 +35,7 @@ def test_a_reward_that_becomes_lenient_is_noticed(tmp_path: Path) -> None:
         "reward.workers=1",
         f"reward.path={tmp_path / 'lenient.py'}",
         f"alarms.truth={tmp_path / 'exact.py'}",
+        "alarms.other_truth=true",
         "alarms.verdicts=0",
     )
     job = Job(tmp_path / "run", settings).start()

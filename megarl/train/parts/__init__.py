@@ -64,12 +64,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: True, Norms),
     (lambda c: c.alarms.groups, StoredGroups),
     (lambda c: c.alarms.verdicts > 0 and not c.reward.shuffle and not c.buffer.operators, Verdicts),
-    (
-        lambda c: (
-            c.alarms.truths > 0 and (c.alarms.truth is not None or c.reward.path is not None) and not c.reward.shuffle
-        ),
-        Gamed,
-    ),
+    (lambda c: (c.alarms.truth is not None or c.alarms.other_truth) and not c.reward.shuffle, Gamed),
     (lambda c: True, Alarms),
 )
 

@@ -102,7 +102,7 @@ class Gamed(Part):
             if config.alarms.truth is not None:
                 reward = replace(config.reward, path=config.alarms.truth)
                 self._judges.append(TruthJudge("truth", SecondVerifier(reward)))
-            if config.reward.path is not None:
+            if config.alarms.other_truth:
                 self._judges.append(TruthJudge("other_truth", SecondVerifier(config.reward)))
         for judge in self._judges:
             judge.verifier.start()
