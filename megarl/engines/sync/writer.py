@@ -267,7 +267,7 @@ class SliceWriter:
             packed = getattr(module, parameter).data
             value = unpack_experts(packed, experts.isa, expected.shape, gated=parameter == "w13_weight")
         elif hasattr(module, "_cpu_unpacked_conv_weight") and parameter == "weight":
-            value = unpack_convolution(module.weight.data, expected.shape)
+            value = unpack_convolution(module.get_parameter("weight").data, expected.shape)
         elif module in self._latent and parameter == "weight":
             value = latent_weight(self._latent[module])
         else:
