@@ -35,8 +35,8 @@ def trained(rank: int, path: str, parallel: ParallelConfig, tied: bool) -> list[
     from megarl.weights.reshard.layouts import megatron_layout
 
     if tied:
-        places = delta._places
-        delta._places = lambda lengths, device: places([sum(lengths)], device)
+        places = delta.places_of
+        delta.places_of = lambda lengths, device: places([sum(lengths)], device)
     process_groups.initialize(parallel, seed=1)
     [stage] = build_chunks(hf.read_hf_config(Path(path)), ModelConfig(path=path), parallel)
     layout = megatron_layout(hf.read_hf_config(Path(path)), megatron_grid(parallel))

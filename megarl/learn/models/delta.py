@@ -146,17 +146,18 @@ def causal_convolution(x: torch.Tensor, weight: torch.Tensor, position: torch.Te
     return F.silu(total)
 
 
-class _Places(NamedTuple):
+class SequencePlaces(NamedTuple):
     """Positions and chunks of a micro-batch's sequences, which all layers share."""
 
     position: torch.Tensor
     chunks: Chunks
 
 
-def _places(lengths: Sequence[int], device: torch.device) -> _Places:
+def places_of(lengths: Sequence[int], device: torch.device) -> SequencePlaces:
+    """Return the places of sequences with these lengths, which follow each other."""
     position = torch.cat([torch.arange(length) for length in lengths])
     chunks = chunks_of(lengths)
-    return _Places(position.to(device), chunks._replace(place=chunks.place.to(device)))
+    return SequencePlaces(position.to(device), chunks._replace(place=chunks.place.to(device)))
 
 
 class DeltaNet(MegatronModule):  # type: ignore[misc]
@@ -206,14 +207,14 @@ class DeltaNet(MegatronModule):  # type: ignore[misc]
         projected, _ = self.in_proj(hidden_states)
         rows, sequences = projected.shape[:2]
         if packed_seq_params is None:
-            places = _places([rows] * sequences, projected.device)
+            places = places_of([rows] * sequences, projected.device)
         else:
             places = _of_packed(packed_seq_params, projected.device)
         out = self._mixed(projected.transpose(0, 1).flatten(0, 1), places)
         output, _ = self.out_proj(out.unflatten(0, (sequences, rows)).transpose(0, 1).contiguous())
         return output, None
 
-    def _mixed(self, projected: torch.Tensor, places: _Places) -> torch.Tensor:
+    def _mixed(self, projected: torch.Tensor, places: SequencePlaces) -> torch.Tensor:
         """[t, in_proj_dim / tp] -> [t, h * d']."""
         keys, values, heads = (n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
         mixed, gate, beta, step = projected.split([2 * keys + values, values, heads, heads], dim=-1)
@@ -233,9 +234,9 @@ class DeltaNet(MegatronModule):  # type: ignore[misc]
         return state
 
 
-def _of_packed(params: Any, device: torch.device) -> _Places:
+def _of_packed(params: Any, device: torch.device) -> SequencePlaces:
     """Return the places of a micro-batch's sequences, which the first layer computes."""
-    found: _Places | None = getattr(params, "_megarl_delta_places", None)
+    found: SequencePlaces | None = getattr(params, "_megarl_delta_places", None)
     if found is None:
-        found = params._megarl_delta_places = _places(params.cu_seqlens_q.diff().tolist(), device)
+        found = params._megarl_delta_places = places_of(params.cu_seqlens_q.diff().tolist(), device)
     return found
