@@ -365,40 +365,24 @@ class Sharder:
         """All ``ways`` shares of a tensor with parts of these shapes."""
         if shard is Shard.VOCAB:
             return tuple(_vocab(self.sizes.vocab, self.vocab, ways, k) for k in range(ways))
-        if op is Op.QKV:
+        if op in (Op.QKV, Op.GATED_QKV):
             cut = _query_groups if self.interleaved else _head_blocks
-            return tuple(cut(self.sizes, ways, k) for k in range(ways))
-        if op is Op.GATED_QKV:
-            if self.interleaved:
-                return tuple(_gated_groups(self.sizes, ways, k) for k in range(ways))
-            return tuple(_head_blocks(self.sizes, ways, k, gates=True) for k in range(ways))
-        if op is Op.GROUPED:
-            return tuple(
-                _grouped([shape[0] for shape in shapes], self.sizes.delta_key_heads, ways, k) for k in range(ways)
-            )
+            return tuple(cut(self.sizes, ways, k, gates=op is Op.GATED_QKV) for k in range(ways))
         if shard is Shard.FIRST:
             return tuple(_first(shapes[0][0], k) for k in range(ways))
         axis = shard_axis(shard, shapes[0])
-        return tuple(_even([shape[axis] for shape in shapes], ways, k) for k in range(ways))
+        groups = self.sizes.delta_key_heads if op is Op.GROUPED else None
+        return tuple(_even([shape[axis] for shape in shapes], ways, k, groups) for k in range(ways))
 
 
 def shard_axis(shard: Shard, shape: Shape) -> int:
     return len(shape) - 1 if shard is Shard.ROW else 0
 
 
-def _even(extents: list[int], ways: int, k: int) -> Split:
-    """Split every part into equal runs; concatenate the share's runs."""
-    spans: list[AxisSpan] = []
-    at = 0
-    for part, extent in enumerate(extents):
-        each = extent // ways
-        spans.append(AxisSpan(part, k * each, (k + 1) * each, at))
-        at += each
-    return Split(at, at, tuple(spans))
-
-
-def _grouped(extents: list[int], groups: int, ways: int, k: int) -> Split:
-    """vLLM: the share's groups, each with its rows of every part."""
+def _even(extents: list[int], ways: int, k: int, groups: int | None = None) -> Split:
+    """Split every part into equal runs; the share's runs lie one after the other. With ``groups`` a part has as many
+    equal runs, and a share has several groups, each with its run of every part."""
+    groups = groups or ways
     spans: list[AxisSpan] = []
     at, own = 0, groups // ways
     for group in range(k * own, (k + 1) * own):
@@ -419,42 +403,27 @@ def _vocab(vocab: int, padded: int, ways: int, k: int) -> Split:
     return Split(each, max(hi - lo, 0), (AxisSpan(0, lo, hi, 0),) if hi > lo else ())
 
 
-def _query_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
-    """Megatron: each query group is its query heads, then its key head, then its value head. All groups together are
-    split into equal runs of rows. With more shares than groups, a share has part of a group."""
-    head, queries = sizes.head, sizes.heads // sizes.kv_heads * sizes.head
-    each = (sizes.q + 2 * sizes.kv) // ways
+def _query_groups(sizes: ModelSizes, ways: int, k: int, *, gates: bool = False) -> Split:
+    """Megatron: each query group is its query heads, (with ``gates``) their gates, its key head, then its value head.
+    All groups together are split into equal runs of rows. With more shares than groups, a share has part of a group.
+
+    In the logical tensor each query head has its gate behind it.
+    """
+    head, heads = sizes.head, sizes.heads // sizes.kv_heads
+    rows = (sizes.gated_q if gates else sizes.q) + 2 * sizes.kv
+    each, group_rows = rows // ways, rows // sizes.kv_heads
     lo, hi = k * each, (k + 1) * each
     spans: list[AxisSpan] = []
-    group_rows = queries + 2 * head
     for group in range(lo // group_rows, -(-hi // group_rows)):
+        runs = [(0, group * heads * head, heads * head)]  # (part, first row of it, rows)
+        if gates:
+            runs = [(0, (2 * (group * heads + i) + gate) * head, head) for gate in (0, 1) for i in range(heads)]
         start = group * group_rows
-        for part, extent in enumerate((queries, head, head)):
+        for part, first, extent in (*runs, (1, group * head, head), (2, group * head, head)):
             a, b = max(start, lo), min(start + extent, hi)
             if a < b:
-                first = group * extent + a - start
-                spans.append(AxisSpan(part, first, first + b - a, a - lo))
-            start += extent
-    return Split(each, each, tuple(spans))
-
-
-def _gated_groups(sizes: ModelSizes, ways: int, k: int) -> Split:
-    """Megatron: each query group is its query heads, their gates, its key head and its value head; cut as without
-    gates. In the logical tensor each query head has its gate behind it."""
-    head, heads = sizes.head, sizes.heads // sizes.kv_heads
-    each = (sizes.gated_q + 2 * sizes.kv) // ways
-    lo, hi = k * each, (k + 1) * each
-    group_rows = (2 * heads + 2) * head
-    spans: list[AxisSpan] = []
-    for group in range(lo // group_rows, -(-hi // group_rows)):
-        firsts = [(0, 2 * (group * heads + i) * head) for i in range(heads)]
-        firsts += [(0, first + head) for _, first in firsts]
-        firsts += [(1, group * head), (2, group * head)]
-        for place, (part, first) in enumerate(firsts):
-            start = group * group_rows + place * head
-            a, b = max(start, lo), min(start + head, hi)
-            if a < b:
                 spans.append(AxisSpan(part, first + a - start, first + b - start, a - lo))
+            start += extent
     return Split(each, each, tuple(spans))
 
 
