@@ -150,9 +150,8 @@ def updates(rank: int, base: Config, grids: list[ParallelConfig]) -> list[dict[s
             inference = Inference(config, algorithm, models, lambda phase: None)
             learner = Learner(config, algorithm, inference, UpdateFilter(UpdateFilterConfig(), reporter), Ranks())
             timeline, context = SimpleNamespace(phase=phase), SimpleNamespace(bad_rows={})
-            rank_of: Any = SimpleNamespace(
-                config=config, algorithm=algorithm, models=models, timeline=timeline, context=context
-            )
+            given = {"timeline": timeline, "context": context, "reporter": reporter}
+            rank_of: Any = SimpleNamespace(config=config, algorithm=algorithm, models=models, **given)
             steps = OfflineSteps(rank_of)
             steps.connect()
             batch = steps.batch_of(steps.rows, range(ROWS))

@@ -59,6 +59,9 @@ NOTHING: Any = SimpleNamespace(
 )
 
 
+NO_LAYERS = SimpleNamespace(actor=SimpleNamespace(model=SimpleNamespace(grid=nullcontext, chunks=(), hf_config={})))
+
+
 class Killed(Exception):
     """The job is killed."""
 
@@ -113,8 +116,9 @@ class Job(OnlineSteps):
         grpo, wait = algorithms.get("grpo"), self.until
         rollouts = Rollouts(context, grpo, self.store, reporter, reader, wait, 64)
         given: dict[str, Any] = dict.fromkeys((field.name for field in fields(Services)), NOTHING)
-        made = {"config": config, "context": context, "store": self.store, "reporter": reporter}
-        self.services = Services(**given | made | {"weights": self.weights, "rollouts": rollouts})
+        made: dict[str, Any] = {"config": config, "context": context, "store": self.store, "reporter": reporter}
+        made |= {"weights": self.weights, "rollouts": rollouts, "models": NO_LAYERS}
+        self.services = Services(**given | made)
         self.parts, self.is_connected = parts_of(self.services), True
         self.claims: list[Claim] = []
 

@@ -196,6 +196,7 @@ QWEN3_5_MOE = replace(
     params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *EXPERTS, *_GATED_SHARED, *OUTPUT),
     vllm=(*VLLM_GATED_ATTENTION, *VLLM_DELTA_NET, *_VLLM_GATED_EXPERTS),
     router=RouterRules(norms_topk=True),
+    has_score_class=False,
     megatron={"moe_shared_expert_gate": True},
     keys={"ffn": ("moe_intermediate_size",), "shared_ffn": ("shared_expert_intermediate_size",)},
 )
