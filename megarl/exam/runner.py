@@ -22,7 +22,7 @@ from megarl.exam.fault import Fault
 from megarl.exam.processes import ENVIRONMENT, MODULES, NO_FAULT
 from megarl.exam.small_jobs import JOBS, MODELS, SmallJob, make_files, settings_of
 
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 """Longest start of a job; one that lasts longer is ended, and counts as noticed by nobody."""
 LAST_LINES = 30
 
