@@ -19,6 +19,7 @@ from megarl.config.schema import RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.schema import End, Trajectory
 from megarl.explore import workflows
+from megarl.explore.agents.openai import FIELDS
 from megarl.explore.recording.model import RolloutModel
 from megarl.tasks import ChatTokenizer
 from tests.chat_battery import TOOLS, checkpoint
@@ -31,6 +32,11 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 12, "b": "<3>"}}\n</tool
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
     return ChatTokenizer.open(checkpoint(tmp_path_factory.mktemp("qwen") / "qwen2_5", "qwen2_5"))
+
+
+@pytest.fixture(scope="module")
+def thinking(tmp_path_factory: pytest.TempPathFactory) -> ChatTokenizer:
+    return ChatTokenizer.open(checkpoint(tmp_path_factory.mktemp("qwen") / "qwen3", "qwen3"))
 
 
 def lines(recorded: RolloutModel) -> list[list[int]]:
@@ -138,8 +144,17 @@ def test_a_context_without_room_is_refused_as_agents_know_it(tokenizer: ChatToke
 def test_what_cannot_be_honoured_is_refused(tokenizer: ChatTokenizer) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"stop": ["x"]}, "`stop` is not supported"),
-        ({"logprobs": True}, "`logprobs` is not supported"),
+        ({"logprobs": True}, "`logprobs`=true is not supported"),
         ({"presence_penalty": 1.0}, "set it to 0"),
+        ({"repetition_penalty": 1.2}, "set it to 1"),
+        ({"min_tokens": 5}, "`min_tokens`=5"),
+        ({"ignore_eos": True}, "`ignore_eos`=true"),
+        ({"parallel_tool_calls": False}, "set it to true"),
+        ({"guided_json": {}}, "`guided_json` is not supported"),
+        ({"unknown": "x"}, "`unknown` is not supported"),
+        ({"chat_template_kwargs": {"unread": 1}}, "does not look at 'unread'"),
+        ({"chat_template_kwargs": {"add_generation_prompt": False}}, "is set by megarl"),
+        ({"reasoning_effort": "high"}, "does not look at 'reasoning_effort'"),
         ({"tool_choice": "required"}, "cannot be enforced"),
         ({"response_format": {"type": "json_object"}}, "`response_format`"),
         ({"n": 0}, "`n` must be a positive integer"),
@@ -163,6 +178,115 @@ def test_what_cannot_be_honoured_is_refused(tokenizer: ChatTokenizer) -> None:
                 assert (await response.json())["data"][0]["id"] == "megarl"
 
     assert play(Model(tokenizer), agent).turns == []
+
+
+def test_neutral_values_are_taken(tokenizer: ChatTokenizer) -> None:
+    """What a client's library sends by itself, and every sampling field of vLLM's server at its default."""
+    neutral = {name: values[0] for name, values in FIELDS.neutral.items()}
+
+    async def agent(url: str) -> None:
+        body = {"messages": list(TASK.prompt), "temperature": 0.3, "user": "me", "stop": None} | neutral
+        async with (
+            aiohttp.ClientSession() as session,
+            session.post(f"{url}/v1/chat/completions", json=body) as response,
+        ):
+            assert response.status == 200, await response.text()
+
+    assert len(play(Model(tokenizer, "15"), agent).turns) == 2
+
+
+def test_options_of_the_template_are_honoured(thinking: ChatTokenizer) -> None:
+    model = Model(thinking, "15", "<think>\nhm\n</think>\n\n15")
+
+    async def agent(url: str) -> None:
+        create = client(url).chat.completions.create
+        for on in (False, True):
+            options = {"chat_template_kwargs": {"enable_thinking": on}}
+            await create(model="any", messages=[dict(TASK.prompt[0])], extra_body=options)  # type: ignore[list-item]
+
+    recorded = play(model, agent)
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, -1, 2]
+    off, on = (thinking.decode(recorded.turns[i].token_ids, special=True) for i in (0, 2))
+    assert "<think>\n\n</think>" in off and "<think>" not in on
+
+
+def test_responses(tokenizer: ChatTokenizer) -> None:
+    """Items sent back, then a response named by its number, in one piece and as events."""
+    model = Model(tokenizer, f"I add.\n{CALL}{CALL}", "15", "So.", "more…")
+    tool: Any = {"type": "function", "strict": False, **TOOLS[0]["function"]}
+
+    async def agent(url: str) -> None:
+        create = client(url).responses.create
+        items: list[Any] = [{"role": "user", "content": [{"type": "input_text", "text": "12 + 3?"}]}]
+        given: dict[str, Any] = {"model": "any", "instructions": "Be brief.", "tools": [tool]}
+        first = await create(input=items, **given)
+        assert first.output_text == "I add." and first.status == "completed"
+        calls = [item for item in first.output if item.type == "function_call"]
+        assert [json.loads(call.arguments) for call in calls] == [{"a": 12, "b": "<3>"}] * 2
+        outputs: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "15"} for call in calls]
+        second = await create(input=[*items, *first.output, *outputs], **given)
+        assert second.output_text == "15" and second.usage and second.usage.output_tokens == 2
+        stream = await create(input="Sure?", previous_response_id=second.id, stream=True, **given)
+        events = [event async for event in stream]
+        assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == "So."
+        assert [event.sequence_number for event in events] == list(range(len(events)))
+        assert events[-1].type == "response.completed" and events[-1].response.output_text == "So."
+        last = await create(input="And?", previous_response_id=events[-1].response.id, max_output_tokens=9, **given)
+        assert last.status == "incomplete" and last.incomplete_details
+        refused: list[tuple[dict[str, Any], str]] = [
+            ({"previous_response_id": "resp-9"}, "no response of this session"),
+            ({"tools": [{"type": "web_search"}]}, "must be a function"),
+            ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+            ({"truncation": "auto"}, 'set it to "disabled"'),
+            ({"reasoning": {"effort": "high"}}, "does not look at 'reasoning_effort'"),
+            ({"input": first.output}, "the last item is the assistant's"),
+            ({"input": [{"type": "item_reference", "id": "x"}]}, "'item_reference' are not supported"),
+        ]
+        for changes, words in refused:
+            with pytest.raises(openai.BadRequestError, match=words):
+                await create(**({"input": "Hm?"} | given | changes))
+
+    recorded = play(model, agent)
+    authors = ["user", "model", "tool", "model", "user", "model", "user", "model"]
+    assert [turn.author for turn in recorded.turns] == authors
+    assert [turn.follows for turn in recorded.turns] == [-1, *range(7)] and recorded.record.num_tool_calls == 2
+    contexts_are_those_recorded(model, recorded)
+
+
+def test_anthropics_thoughts_and_counts(thinking: ChatTokenizer) -> None:
+    model = Model(thinking, "<think>\nhm\n</think>\n\n15", "<think>\nyes\n</think>\n\n16", "17")
+    body: dict[str, Any] = {"model": "any", "max_tokens": 50, "thinking": {"type": "enabled", "budget_tokens": 20}}
+
+    async def agent(url: str) -> None:
+        async with aiohttp.ClientSession() as session:
+
+            async def post(path: str, **changes: Any) -> dict[str, Any]:
+                async with session.post(f"{url}/v1/messages{path}", json=body | changes) as response:
+                    return {"status": response.status, **await response.json()}
+
+            messages: list[Any] = [{"role": "user", "content": "12 + 3?"}]
+            first = await post("", messages=messages)
+            thought, answer = first["content"]
+            assert thought["type"] == "thinking" and thought["thinking"] == "\nhm\n"
+            assert answer == {"type": "text", "text": "\n\n15"}
+            counted = await post("/count_tokens", messages=messages)
+            assert counted["input_tokens"] == first["usage"]["input_tokens"]
+            messages += [{"role": "assistant", "content": first["content"]}, {"role": "user", "content": "Sure?"}]
+            async with session.post(
+                f"{url}/v1/messages", json=body | {"messages": messages, "stream": True}
+            ) as response:
+                events = [json.loads(line[6:]) async for line in response.content if line.startswith(b"data: ")]
+            deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+            assert [delta["type"] for delta in deltas] == ["thinking_delta", "signature_delta", "text_delta"]
+            assert deltas[0]["thinking"] == "\nyes\n"
+            off = await post("", messages=messages[:1], thinking={"type": "disabled"})
+            assert off["content"] == [{"type": "text", "text": "17"}]
+            for changes in ({"thinking": {"type": "deep"}}, {"output_config": {"effort": "low"}}):
+                assert (await post("", messages=messages, **changes))["status"] == 400
+
+    recorded = play(model, agent)
+    assert [turn.follows for turn in recorded.turns] == [-1, 0, 1, 2, -1, 4]
+    contexts_are_those_recorded(model, recorded)
 
 
 def test_anthropics_messages(tokenizer: ChatTokenizer) -> None:

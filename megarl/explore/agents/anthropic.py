@@ -8,9 +8,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megarl.core.schema import Message
+from megarl.core.text import CLOSE, OPEN
 from megarl.explore.agents.request import (
     Asked,
     BadRequest,
+    Fields,
     Repeated,
     Reply,
     content_of,
@@ -22,7 +24,13 @@ from megarl.explore.agents.request import (
     text_field,
 )
 
-REFUSED = ("stop_sequences", "mcp_servers", "thinking")
+FIELDS = Fields(
+    read=frozenset({"messages", "system", "max_tokens", "tools", "tool_choice", "stream", "thinking"}),
+    unused=frozenset({"temperature", "top_p", "top_k", "model", "metadata", "service_tier", "cache_control"}),
+    neutral={"stop_sequences": ([],), "mcp_servers": ([],), "betas": ([],)},
+)
+SIGNATURE = "megarl"
+"""Signature of thoughts. Clients send it back, and nobody reads it."""
 
 
 def asked_of(body: Any, repeated: Repeated) -> Asked:
@@ -30,20 +38,37 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
 
     ``repeated``: cache of the session's converted messages. Raises BadRequest.
     """
+    FIELDS.check(body)
     given = messages_field(body)
-    for name in REFUSED:
-        if body.get(name) and body[name] != {"type": "disabled"}:
-            raise BadRequest(f"`{name}` is not supported while training; leave it out")
-    choice = object_field(body.get("tool_choice") or {"type": "auto"}, "tool_choice").get("type")
+    how = object_field(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
+    choice = how.get("type")
     if choice not in ("auto", "none"):
         raise BadRequest(f"`tool_choice`={choice!r:.60} cannot be enforced while training; set it to auto or none")
+    if how.get("disable_parallel_tool_use"):
+        raise BadRequest("`tool_choice.disable_parallel_tool_use` cannot be enforced while training; leave it out")
     messages: list[Message] = [{"role": "system", "content": content_of(body["system"])}] if body.get("system") else []
     messages += itertools.chain.from_iterable(repeated.of(given, _messages))
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects_field(body.get("tools"), "tools"))]
     max_tokens = count_field(body, "max_tokens")
     if max_tokens is None:
         raise BadRequest("`max_tokens` must be a positive integer; it is missing")
-    return Asked(messages, () if choice == "none" else tools, 1, max_tokens)
+    return Asked(messages, () if choice == "none" else tools, 1, max_tokens, thinking=_thinking(body))
+
+
+def counted_of(body: Any, repeated: Repeated) -> Asked:
+    """Read a request for the number of its tokens, as :func:`asked_of`; ``max_tokens`` is not needed."""
+    return asked_of({**object_field(body, "body"), "max_tokens": 1}, repeated)
+
+
+def _thinking(body: Mapping[str, Any]) -> bool | None:
+    """Return whether a request asks for thoughts; None if it does not say. Raises BadRequest."""
+    if body.get("thinking") is None:
+        return None
+    thinking = object_field(body["thinking"], "thinking")
+    if (kind := thinking.get("type")) not in ("enabled", "adaptive", "disabled"):
+        raise BadRequest(f"`thinking.type` must be enabled, adaptive or disabled, got {kind!r:.40}")
+    count_field(thinking, "budget_tokens")
+    return kind != "disabled"
 
 
 def sent_back(reply: Reply) -> Message:
@@ -75,12 +100,19 @@ def events_of(reply: Reply, number: str, body: Mapping[str, Any]) -> Iterator[st
     yield _event("message_start", {"message": begun})
     for i, block in enumerate(whole["content"]):
         if block["type"] == "text":
-            empty, delta = block | {"text": ""}, {"type": "text_delta", "text": block["text"]}
+            empty, deltas = block | {"text": ""}, [{"type": "text_delta", "text": block["text"]}]
+        elif block["type"] == "thinking":
+            empty = block | {"thinking": "", "signature": ""}
+            deltas = [
+                {"type": "thinking_delta", "thinking": block["thinking"]},
+                {"type": "signature_delta", "signature": SIGNATURE},
+            ]
         else:
             empty = block | {"input": {}}
-            delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
+            deltas = [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
         yield _event("content_block_start", {"index": i, "content_block": empty})
-        yield _event("content_block_delta", {"index": i, "delta": delta})
+        for delta in deltas:
+            yield _event("content_block_delta", {"index": i, "delta": delta})
         yield _event("content_block_stop", {"index": i})
     end = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
     yield _event("message_delta", {"delta": end, "usage": {"output_tokens": usage["output_tokens"]}})
@@ -92,6 +124,8 @@ def _event(kind: str, value: Mapping[str, Any]) -> str:
 
 
 def _blocks(reply: Reply) -> Iterator[dict[str, Any]]:
+    if reply.thought is not None:
+        yield {"type": "thinking", "thinking": reply.thought, "signature": SIGNATURE}
     if reply.content or not reply.calls:
         yield {"type": "text", "text": reply.content}
     for call in reply.calls:
@@ -112,6 +146,9 @@ def _messages(message: Any) -> list[Message]:
         kind, name = block.get("type"), f"content[{i}]"
         if kind == "text":
             parts.append({"type": "text", "text": text_field(block.get("text"), f"{name}.text")})
+        elif kind == "thinking" and message["role"] == "assistant":
+            thought = text_field(block.get("thinking"), f"{name}.thinking")
+            parts.append({"type": "text", "text": f"{OPEN}{thought}{CLOSE}"})
         elif message["role"] == "user" and (image := _image_of(block, name)) is not None:
             parts.append({"type": "image", "image": image})
         elif kind == "tool_use":

@@ -12,6 +12,7 @@ from megarl.explore.agents.request import (
     MAX_N,
     Asked,
     BadRequest,
+    Fields,
     Repeated,
     Reply,
     content_of,
@@ -28,9 +29,26 @@ KEPT = ("tool_call_id", "name", "reasoning_content")
 """Further message fields used by chat templates."""
 LOST = ("function_call", "audio", "refusal")
 """Message fields with content that chat templates cannot render."""
-REFUSED = ("stop", "logit_bias", "logprobs", "functions", "function_call", "audio", "prediction")
-"""Refused settings: they would change the sampling, or request unrecorded data."""
-ZERO = ("frequency_penalty", "presence_penalty")
+FIELDS = Fields(
+    read=frozenset({
+        "messages", "tools", "tool_choice", "n", "max_tokens", "max_completion_tokens", "stream", "stream_options",
+        "response_format", "chat_template_kwargs", "reasoning_effort",
+    }),
+    unused=frozenset({
+        "temperature", "top_p", "seed", "model", "user", "metadata", "store", "service_tier", "safety_identifier",
+        "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "priority", "request_id", "cache_salt",
+        "session_id",
+    }),
+    neutral={
+        "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "length_penalty": (1,),
+        "top_k": (-1, 0), "min_p": (0,), "min_tokens": (0,), "ignore_eos": (False,), "use_beam_search": (False,),
+        "logit_bias": ({},), "logprobs": (False,), "top_logprobs": (0,), "stop": ([], ""), "stop_token_ids": ([],),
+        "bad_words": ([],), "parallel_tool_calls": (True,), "skip_special_tokens": (True,), "echo": (False,),
+        "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
+        "include_stop_str_in_output": (False,), "include_reasoning": (True,), "documents": ([],),
+        "return_token_ids": (False,), "functions": ([],), "modalities": (["text"],), "verbosity": ("medium",),
+    },
+)  # fmt: skip
 
 
 def asked_of(body: Any, repeated: Repeated) -> Asked:
@@ -38,13 +56,8 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
 
     ``repeated``: cache of the session's converted messages. Raises BadRequest.
     """
+    FIELDS.check(body)
     messages = messages_field(body)
-    for name in REFUSED:
-        if body.get(name):
-            raise BadRequest(f"`{name}` is not supported while training; leave it out")
-    for name in ZERO:
-        if body.get(name):
-            raise BadRequest(f"`{name}`={body[name]!r:.40} is not supported while training; set it to 0")
     form = object_field(body.get("response_format") or {"type": "text"}, "response_format")
     if form.get("type") != "text":
         raise BadRequest("`response_format` is not supported while training; leave it out")
@@ -57,7 +70,10 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
     if n > MAX_N:
         raise BadRequest(f"`n` must be at most {MAX_N}, got {n}")
     max_tokens = count_field(body, "max_completion_tokens") or count_field(body, "max_tokens")
-    return Asked(repeated.of(messages, message_of), () if choice == "none" else tools, n, max_tokens)
+    template = dict(object_field(body.get("chat_template_kwargs") or {}, "chat_template_kwargs"))
+    if body.get("reasoning_effort") is not None:
+        template["reasoning_effort"] = text_field(body["reasoning_effort"], "reasoning_effort")
+    return Asked(repeated.of(messages, message_of), () if choice == "none" else tools, n, max_tokens, template)
 
 
 def message_of(message: Any) -> Message:
@@ -76,12 +92,14 @@ def _image_of(part: Mapping[str, Any], name: str) -> str | None:
     """Return the base64 image of an ``image_url`` part; None for other parts. Raises BadRequest."""
     if part.get("type") != "image_url":
         return None
-    url = text_field(object_field(part.get("image_url"), f"{name}.image_url").get("url"), f"{name}.image_url.url")
-    head, _, data = url.partition(",")
+    return image_in(object_field(part.get("image_url"), f"{name}.image_url").get("url"), f"{name}.image_url.url")
+
+
+def image_in(url: Any, name: str) -> str:
+    """Return the base64 image of a ``data:`` URI. Raises BadRequest."""
+    head, _, data = text_field(url, name).partition(",")
     if not head.startswith("data:") or not head.endswith(";base64"):
-        raise BadRequest(
-            f"`{name}.image_url.url` must be a data: URI in base64, since nothing is downloaded: {url:.40}"
-        )
+        raise BadRequest(f"`{name}` must be a data: URI in base64, since nothing is downloaded: {url:.40}")
     return data
 
 
@@ -126,11 +144,16 @@ def _event(value: Mapping[str, Any]) -> str:
 def _written(reply: Reply) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": reply.content or (None if reply.calls else "")}
     if reply.calls:
-        message["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}
-            for call in reply.calls
-        ]
+        message["tool_calls"] = calls_of(reply)
     return message
+
+
+def calls_of(reply: Reply) -> list[dict[str, Any]]:
+    """Return the calls of a response, with their arguments as texts."""
+    return [
+        {**call, "function": {**call["function"], "arguments": _text(call["function"]["arguments"])}}
+        for call in reply.calls
+    ]
 
 
 def _reason(reply: Reply) -> str:

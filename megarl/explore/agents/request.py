@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megarl.core.pictures import media_type, size_of
@@ -37,6 +38,10 @@ class Asked:
     tools: Sequence[Mapping[str, Any]] = ()
     n: int = 1
     max_tokens: int | None = None
+    template: Mapping[str, Any] = field(default_factory=dict)
+    """Options of the chat template, in addition to the task's."""
+    thinking: bool | None = None
+    """Whether the client asks for thoughts, as a part of their own; None: it does not say."""
 
 
 @dataclass(frozen=True)
@@ -44,11 +49,45 @@ class Reply:
     """One sampled response."""
 
     content: str
+    """Its text, the thought included unless that is apart."""
+    thought: str | None
+    """The thought without its tags, if the client asked for thoughts."""
     calls: tuple[Message, ...]
     """Tool calls in the form of chat templates, each with an ``id``."""
     truncated: bool
     prompt_tokens: int
     completion_tokens: int
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Fields of a protocol's requests. A request with any other field is refused, so none is dropped unseen.
+
+    Attributes:
+        read: Fields that decide what is sampled or returned.
+        unused: Fields that change neither, or that the job decides (``temperature``).
+        neutral: Refused fields -> values that ask for nothing. null is one for every field.
+    """
+
+    read: frozenset[str]
+    unused: frozenset[str]
+    neutral: Mapping[str, tuple[Any, ...]]
+
+    def check(self, body: Any) -> None:
+        """Raise BadRequest for a field that cannot be honoured."""
+        for name, value in object_field(body, "body").items():
+            if value is None or name in self.read or name in self.unused:
+                continue
+            values = self.neutral.get(name, ())
+            if not any(same_json(value, other) or is_number(value) and value == other for other in values):
+                shown = f"`{name}`" if isinstance(value, dict | list | str) else f"`{name}`={json.dumps(value):.40}"
+                instead = f"set it to {json.dumps(values[0])}, or " if values else ""
+                raise BadRequest(f"{shown} is not supported while training; {instead}leave it out")
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a number of JSON."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class Repeated:

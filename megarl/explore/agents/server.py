@@ -17,9 +17,19 @@ from aiohttp import web
 
 from megarl.core.errors import DataError, PromptRefused
 from megarl.core.schema import Author, Message, Task, Turn
-from megarl.core.text import opens_thinking
-from megarl.explore.agents import anthropic, openai
-from megarl.explore.agents.request import Asked, BadRequest, Repeated, Reply, SentBack, bare, images_of, same_json
+from megarl.core.text import CLOSE, OPEN, as_written, opens_thinking, split_thought
+from megarl.explore.agents import anthropic, openai, responses
+from megarl.explore.agents.request import (
+    Asked,
+    BadRequest,
+    Repeated,
+    Reply,
+    SentBack,
+    bare,
+    images_of,
+    object_field,
+    same_json,
+)
 from megarl.explore.recording.model import IMAGE_LIMITS, RolloutModel, calls_of
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import exceeds, render_turns, turn_ids
@@ -29,6 +39,8 @@ NO_ROOM = "context_length_exceeded"
 """Error code of a refusal for lack of room, as agents' libraries expect."""
 ROOM = "leaves no room within rollout.max_trajectory_tokens"
 """Part of that refusal's message."""
+THINKING = "enable_thinking"
+"""Option of chat templates that decides whether the model thinks."""
 IN_LOOP = 2**16
 """Most characters of a text tokenised in the event loop; longer texts are tokenised in a thread."""
 
@@ -53,6 +65,7 @@ class Session:
         """Digest of a conversation -> index of its last turn."""
         self._last: tuple[list[Message], list[bytes]] = [], []
         """Messages and digests of the last request, usually a prefix of the next one."""
+        self.responses = responses.Responses()
         self.repeated = Repeated()
         """Cache of the last request's converted messages."""
         self._contexts = asyncio.Lock()
@@ -84,6 +97,19 @@ class Session:
                 raise BadRequest("this session has ended", "not_found") from None
             self._left.setdefault(request, []).append(work)  # the client has gone
             raise
+
+    async def count(self, asked: Asked) -> int:
+        """Return the number of tokens of a conversation, rendered whole. Nothing is sampled or recorded.
+
+        Raises BadRequest.
+        """
+        kwargs = self._options(asked) | ({"tools": list(asked.tools)} if asked.tools else {})
+        try:
+            rendered = self._tokenizer.render(bare(asked.messages), kwargs)
+        except (DataError, ValueError) as error:
+            raise BadRequest(str(error)) from error
+        token_ids = await asyncio.to_thread(self._tokenizer.rendered_ids, rendered)
+        return self._model.record.length_of(token_ids, images_of(asked.messages))
 
     async def close(self) -> None:
         """Cancel all requests; later ones are not recorded."""
@@ -126,7 +152,7 @@ class Session:
         Raises BadRequest.
         """
         try:
-            digests = [digest_after(b"", asked.tools)]
+            digests = [digest_after(b"", [asked.tools, self._options(asked)])]
             messages, known = self._last
             if known[:1] == digests:
                 same = zip(asked.messages, messages, known[1:], strict=False)
@@ -145,7 +171,7 @@ class Session:
         """Return the index of the turn that responses to a conversation follow. Raises BadRequest, DataError."""
         if (known := self._known.get(digests[-1])) is not None:
             return known
-        kwargs = self._kwargs | ({"tools": list(asked.tools)} if asked.tools else {})
+        kwargs = self._options(asked) | ({"tools": list(asked.tools)} if asked.tools else {})
         end = next((k for k in range(len(digests) - 2, 0, -1) if self._is_response(digests[k])), None)
         turn = None
         if end is not None:
@@ -154,6 +180,13 @@ class Session:
             turn = await self._begun(asked.messages, kwargs)
         self._known[digests[-1]] = turn
         return turn
+
+    def _options(self, asked: Asked) -> dict[str, Any]:
+        """Return the options of the chat template: the task's, then the request's."""
+        options = {**self._kwargs, **asked.template}
+        if asked.thinking is not None and self._tokenizer.reads(THINKING):
+            options[THINKING] = asked.thinking
+        return options
 
     def _is_response(self, digest: bytes) -> bool:
         """Return True if a conversation ends with a response, not a prompt, of this session."""
@@ -224,9 +257,16 @@ class Session:
             self._model.record.count_calls(turn, len(calls))
             unnamed = [call.text for call in found if not call.name]
             content = "\n".join(filter(None, [around, *unnamed])) if calls else content
+        thought = None
+        if asked.thinking:
+            written = as_written(content, self._model.record.begins_in_thinking(turn))
+            before, answer, further = split_thought(written)
+            if before:
+                thought, content = before.removeprefix(OPEN).removesuffix(CLOSE), answer + further
         number = self._index(turn)
         return Reply(
             content,
+            thought,
             tuple(_call(call, f"c{number:04d}{i:04d}") for i, call in enumerate(calls)),
             turn.finish_reason != "stop",
             prompt_tokens,
@@ -286,7 +326,9 @@ class AgentServer:
         app.add_routes(
             [
                 web.post("/{session}/v1/chat/completions", self._chat),
+                web.post("/{session}/v1/responses", self._responses),
                 web.post("/{session}/v1/messages", self._messages),
+                web.post("/{session}/v1/messages/count_tokens", self._count_tokens),
                 web.get("/{session}/v1/models", self._models),
             ]
         )
@@ -327,56 +369,73 @@ class AgentServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         try:
-            body, replies = await self._replies(request, openai.asked_of, openai.sent_back)
+            session, body = self._session(request), await _body(request)
+            replies = await session.complete(openai.asked_of(body, session.repeated), openai.sent_back)
         except BadRequest as error:
-            return _refused({"error": {"message": str(error), "type": "invalid_request_error", "code": error.code}})
+            return _refused_by_openai(error)
         number = self._number("chatcmpl")
         if body.get("stream"):
             return await _stream(request, openai.chunks_of(replies, number, body))
         return web.json_response(openai.response_of(replies, number, body))
 
+    async def _responses(self, request: web.Request) -> web.StreamResponse:
+        try:
+            session, body = self._session(request), await _body(request)
+            given = session.responses.input_of(body)
+            [reply] = await session.complete(responses.asked_of(body, given, session.repeated), responses.sent_back)
+        except BadRequest as error:
+            return _refused_by_openai(error)
+        response = responses.response_of(reply, self._number("resp"), body)
+        session.responses.keep(response, given)
+        if body.get("stream"):
+            return await _stream(request, responses.events_of(response))
+        return web.json_response(response)
+
     async def _messages(self, request: web.Request) -> web.StreamResponse:
         try:
-            body, [reply] = await self._replies(request, anthropic.asked_of, anthropic.sent_back)
+            session, body = self._session(request), await _body(request)
+            [reply] = await session.complete(anthropic.asked_of(body, session.repeated), anthropic.sent_back)
         except BadRequest as error:
-            return _refused({"type": "error", "error": {"type": "invalid_request_error", "message": str(error)}})
+            return _refused_by_anthropic(error)
         number = self._number("msg")
         if body.get("stream"):
             return await _stream(request, anthropic.events_of(reply, number, body))
         return web.json_response(anthropic.response_of(reply, number, body))
 
-    async def _replies(
-        self, request: web.Request, asked_of: Callable[[Any, Repeated], Asked], sent_back: SentBack
-    ) -> tuple[dict[str, Any], list[Reply]]:
-        """Return a request's body and its responses. Raises BadRequest for any invalid body before sampling, because
-        clients retry after status 500."""
-        session = self._session(request)
+    async def _count_tokens(self, request: web.Request) -> web.Response:
         try:
-            body = json.loads(await _read(request))
-            asked = asked_of(body, session.repeated)
-        except ValueError as error:
-            raise BadRequest(f"the body is no JSON: {error}") from error
-        except RecursionError as error:
-            raise BadRequest("the body is nested too deeply") from error
-        return body, await session.complete(asked, sent_back)
+            session, body = self._session(request), await _body(request)
+            return web.json_response({"input_tokens": await session.count(anthropic.counted_of(body, Repeated()))})
+        except BadRequest as error:
+            return _refused_by_anthropic(error)
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": MODEL}
         return web.json_response({"object": "list", "data": [model]})
 
 
-async def _read(request: web.Request) -> bytes:
-    """Return the body of a request. Raises BadRequest if it is too large, truncated or wrongly encoded."""
+async def _body(request: web.Request) -> dict[str, Any]:
+    """Return the body of a request. Raises BadRequest before sampling, because clients retry after status 500."""
     try:
-        return await request.read()
+        return object_field(json.loads(await request.read()), "body")
     except web.HTTPRequestEntityTooLarge as error:
         raise BadRequest(f"a request of more than {MAX_BODY_BYTES // 2**20} MiB {ROOM}", NO_ROOM) from error
     except web.RequestPayloadError as error:
         raise BadRequest(f"the body cannot be read: {error}") from error
+    except ValueError as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    except RecursionError as error:
+        raise BadRequest("the body is nested too deeply") from error
 
 
-def _refused(error: dict[str, Any]) -> web.Response:
-    return web.json_response(error, status=400)
+def _refused_by_openai(error: BadRequest) -> web.Response:
+    content = {"message": str(error), "type": "invalid_request_error", "code": error.code}
+    return web.json_response({"error": content}, status=400)
+
+
+def _refused_by_anthropic(error: BadRequest) -> web.Response:
+    content = {"type": "invalid_request_error", "message": str(error)}
+    return web.json_response({"type": "error", "error": content}, status=400)
 
 
 async def _stream(request: web.Request, events: Iterator[str]) -> web.StreamResponse:
