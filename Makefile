@@ -7,7 +7,7 @@ ARGS   ?=
 TESTS  ?=
 SOURCES := pyproject.toml CMakeLists.txt $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: train test quick check bench soak compat faults parity learning doctor clean
+.PHONY: train test quick check bench soak compat faults parity learning site doctor clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
@@ -42,6 +42,14 @@ parity: $(VENV)/.installed  ## measure every grid against transformers again and
 
 learning: $(VENV)/.installed  ## every algorithm on the quickstart's task, about two hours; resumable
 	$(PY) benchmarks/learning.py $(ARGS)
+
+site: .site/.installed  ## the documentation site, in build/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 .site/bin/mkdocs build -q --strict -f tools/site/mkdocs.yml
+
+.site/.installed: tools/requirements-site.txt
+	test -x .site/bin/python || $(PYTHON) -m venv .site
+	.site/bin/python -m pip install -q --disable-pip-version-check --no-deps -r $<
+	touch $@
 
 doctor: $(VENV)/.installed
 	$(VENV)/bin/megarl doctor
