@@ -48,7 +48,7 @@ def reference() -> str:
         lines += [f"## {prefix.removesuffix('.NAME')}", "", *_about(kind)]
         for row in settings(kind, prefix):
             facts = "; ".join([row.values, *([f"verl: {row.verl}"] if row.verl else [])])
-            lines += _wrapped(f"- {row.name} = {row.default}: {facts}") + _wrapped(f"  {row.help}")
+            lines += _wrapped(f"- {row.name} = {row.default}: {facts}.") + _wrapped(f"  {row.help}")
         lines.append("")
     return "\n".join(lines)
 
