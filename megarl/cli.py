@@ -17,6 +17,7 @@ from megarl.planner.model_cost import DEVICES
 from megarl.run.data import command as data_command
 from megarl.run.data.command import separated
 from megarl.run.launch import starter
+from megarl.run.watch import command as watch
 from megarl.weights.checkpoint.convert.command import add_arguments
 from megarl.weights.drafts import command as add_model
 
@@ -157,6 +158,7 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument(
         "run_dir", help="the run's directory, e.g. runs/quickstart; for a sweep's directory: print its results"
     )
+    watch.add_arguments(add("watch", watch.TEXT))
     replay = add(
         "replay",
         "Compute a kept step of a run again, on one process, and name the first stage that differs from what was "
@@ -588,6 +590,7 @@ COMMANDS = {
     "data": data_command.run,
     "doctor": _doctor,
     "report": _report,
+    "watch": watch.run,
     "replay": _replay,
     "diff": diff.run,
     "convert": _convert,

@@ -28,5 +28,6 @@ FACE = (
     "report.html",
     "run_dir.prepare",
     "supervise.process_specs",
+    "watch.command",
 )
 """Modules that other packages may import."""

@@ -129,6 +129,26 @@ class SelectionTable:
             for start in range(0, len(found), IDS):
                 yield found[start : start + IDS]
 
+    def newest(self, selection: Selection, limit: int, skipped: int = 0, words: str = "") -> list[StoredGroup]:
+        """Return groups with a trajectory within the bounds of ``scores``, the newest first. ``ends`` is not looked at.
+
+        Args:
+            skipped: Number of newer groups that are left out.
+            words: Part of the task's prompt, of its reward data, or of the group's or task's id; "" is all.
+        """
+        query = _groups().where(*selection.of_group())
+        least, largest = selection.scores
+        if least is not None or largest is not None:
+            scored = select(TRAJECTORIES.c.score).where(TRAJECTORIES.c.group_id == GROUPS.c.group_id)
+            scored = scored.where(TRAJECTORIES.c.index != GREEDY)
+            scored = scored if least is None else scored.where(TRAJECTORIES.c.score >= least)
+            query = query.where((scored if largest is None else scored.where(TRAJECTORIES.c.score <= largest)).exists())
+        if words:
+            columns = (TASKS.c.prompt, TASKS.c.reward_model, GROUPS.c.task_id, GROUPS.c.group_id)
+            query = query.where(or_(*(column.contains(words, autoescape=True) for column in columns)))
+        query = query.order_by(ROLLOUTS.c.sequence.desc(), GROUPS.c.position.desc()).limit(limit).offset(skipped)
+        return self._database.read(lambda connection: [StoredGroup(*row) for row in connection.execute(query)])
+
     def group(self, group_id: str) -> StoredGroup | None:
         """Return the group with this id, in any state; None if missing."""
         query = _groups().where(GROUPS.c.group_id == group_id)

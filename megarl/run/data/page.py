@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -230,7 +230,8 @@ def write_page(run: StoredRun, selection: Selection, path: Path, limit: int, fil
     for number, (kind, (groups, count)) in enumerate(found.items()):
         most = limit // len(found) + (number < limit % len(found))
         chosen, room = groups[len(groups) - most :] if most < len(groups) else groups, TOKENS_OF_PAGE // len(found)
-        sections, links = _sections(run, selection, chosen, room, kind)
+        with progress(len(chosen), "groups") as bar:
+            sections, links = group_sections(run, selection, _counted(reversed(chosen), bar.update), room, kind)
         title, noun, _ = SPLITS[kind]
         shown.append(f"{len(sections)} of {count} {noun} groups" if len(sections) < count else f"{count} {noun} groups")
         left = "" if len(sections) == count else f", the last {len(sections)} of {count} groups, the last one first"
@@ -244,25 +245,33 @@ def write_page(run: StoredRun, selection: Selection, path: Path, limit: int, fil
     return f"{path}: {', '.join(shown)}"
 
 
-def _sections(
-    run: StoredRun, selection: Selection, groups: Sequence[StoredGroup], room: int, kind: str
+def group_sections(
+    run: StoredRun, selection: Selection, groups: Iterable[StoredGroup], room: int, kind: str
 ) -> tuple[list[Markup], list[tuple[str, str, int, int]]]:
-    """Return the groups, the last first, that fit ``room`` tokens of the model, and links to them."""
+    """Return groups in the given order, as many as fit ``room`` tokens of the model and at least one, and their links.
+
+    Args:
+        kind: Of their rollouts; anchors begin with its first letter.
+    """
     sections, links = list[Markup](), list[tuple[str, str, int, int]]()
-    with progress(len(groups), "groups") as bar:
-        for number, group in enumerate(reversed(groups)):
-            members = [each for each in run.store.selection.members([group.group_id]) if each.index != GREEDY]
-            if not members:  # pruned or requested again after the count
-                continue
-            room -= sum(each.response_length for each in members)
-            if room < 0 and sections:
-                break
-            anchor = f"{kind[0]}{number}"
-            sections.append(_group(run, group, members, selection, anchor))
-            right = sum(each.reward.status == "ok" for each in members)
-            links.append((anchor, group.group_id, right, len(members)))
-            bar.update()
+    for number, group in enumerate(groups):
+        members = [each for each in run.store.selection.members([group.group_id]) if each.index != GREEDY]
+        if not members:  # pruned or requested again after the count
+            continue
+        room -= sum(each.response_length for each in members)
+        if room < 0 and sections:
+            break
+        anchor = f"{kind[0]}{number}"
+        sections.append(_group(run, group, members, selection, anchor))
+        right = sum(each.reward.status == "ok" for each in members)
+        links.append((anchor, group.group_id, right, len(members)))
     return sections, links
+
+
+def _counted(groups: Iterable[StoredGroup], count: Callable[[], object]) -> Iterator[StoredGroup]:
+    for group in groups:
+        yield group
+        count()
 
 
 def _group(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +21,7 @@ from tokenizers import Tokenizer
 from megarl.buffer.store import Store
 from megarl.config import Config, load_resolved, to_dict
 from megarl.core.errors import ConfigError, StoreDamagedError, masked_text
+from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.metrics import COMMAND, DROPPED, best_step
 from megarl.core.schema import Task, Trajectory
 from megarl.core.text import kind_of_text, truncation
@@ -26,6 +29,10 @@ from megarl.run.report.svg import TimedPhase, union, without_refused
 from megarl.weights.checkpoint.training.manifest import finished, steps_of
 
 SAMPLES = 10
+LOG_BYTES = 2**20
+"""Bytes read of a log, from its end."""
+ALARM = re.compile(r"^.*?\balarm ([a-z][a-z-]+): (.+)$", re.M)
+"""A line of an alarm, as ``Reporter.log`` and the command write it."""
 STOPPED_S = 60.0
 """Minimum gap in seconds in all processes' records that counts as a stopped job, not a slow one."""
 Series = list[tuple[int, float]]
@@ -75,6 +82,16 @@ class AnswerComparison:
 
 
 @dataclass(frozen=True)
+class LoggedAlarm:
+    """An alarm of the trainer, from its logs."""
+
+    name: str
+    count: int
+    text: str
+    """What the last one says."""
+
+
+@dataclass(frozen=True)
 class ReportData:
     """All contents of the report."""
 
@@ -100,6 +117,8 @@ class ReportData:
     """(message about dropped groups without repetitions, number of steps with it)."""
     notes: tuple[str, ...]
     """Messages about parts that could not be read."""
+    alarms: tuple[LoggedAlarm, ...] = ()
+    """The most recent first."""
     prediction: Mapping[str, Any] | None = None
     """Device and phase -> seconds that the cost model predicts for a step; None until the job has ended."""
 
@@ -207,6 +226,7 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
         timelines={name: phases for name, phases in timelines.items() if phases},
         dropped=_dropped(dropped),
         notes=tuple(notes),
+        alarms=_alarms(run_dir),
         prediction=next(iter(_records(run_dir / "prediction.json", notes)), None),
     )
 
@@ -240,6 +260,36 @@ def _interpolated(default: Any, config: Config) -> Any:
 
 
 # --------------------------------------------------------------------- pieces
+
+
+def _alarms(run_dir: Path) -> tuple[LoggedAlarm, ...]:
+    """Return the alarms in the ends of the logs of all attempts."""
+    found: dict[str, LoggedAlarm] = {}
+    for path in sorted(logs_of(run_dir), key=lambda path: path.stat().st_mtime):
+        if kind_of(path.stem) is not ProcessKind.TRAINER and path.stem != COMMAND:
+            continue
+        for name, text in ALARM.findall(end_of(path)):
+            before = found.pop(name, None)
+            found[name] = LoggedAlarm(name, 1 if before is None else before.count + 1, text)
+    return tuple(reversed(found.values()))
+
+
+def logs_of(run_dir: Path) -> list[Path]:
+    """Return the logs of all attempts, the last attempt's first, by name."""
+    attempts = sorted((run_dir / "logs").glob("attempt_*"), key=lambda path: (len(path.name), path.name), reverse=True)
+    return [path for attempt in attempts for path in sorted(attempt.glob("*.log"))]
+
+
+def end_of(path: Path, most: int = LOG_BYTES) -> str:
+    """Return the last ``most`` bytes of a log as text, from a line's start; "" if it is gone."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - most, 0))
+            text = file.read(most).decode(errors="replace")
+    except OSError:
+        return ""
+    return text.partition("\n")[2] if size > most else text
 
 
 def _records(path: Path, notes: list[str]) -> list[dict[str, Any]]:

@@ -77,8 +77,14 @@ def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
 
 def page(run: ReportData) -> str:
     """Return the whole report as HTML."""
-    sections = (
+    return str(PIECES.page(f"{run.config.run.name}: megarl report", Markup(CSS), Markup(HATCH), sections(run)))
+
+
+def sections(run: ReportData) -> list[Markup]:
+    """Return the sections of the report."""
+    makers = (
         _headline,
+        _alarms,
         _curve,
         _accuracy,
         _charts,
@@ -93,11 +99,7 @@ def page(run: ReportData) -> str:
         _settings,
         _files,
     )
-    return str(
-        PIECES.page(
-            f"{run.config.run.name}: megarl report", Markup(CSS), Markup(HATCH), [section(run) for section in sections]
-        )
-    )
+    return [section(run) for section in makers]
 
 
 # ------------------------------------------------------------------- sections
@@ -133,6 +135,15 @@ def _headline(run: ReportData) -> Markup:
         ]
     name = f"{run.config.run.name} · {run.config.algorithm.name}"
     return PIECES.headline(name, head, status(run), run.notes, tiles)
+
+
+def _alarms(run: ReportData) -> Markup:
+    """Return the table of alarms, the last one of each name."""
+    if not run.alarms:
+        return Markup()
+    body = [(alarm.name, alarm.count, PIECES.text(alarm.text)) for alarm in run.alarms]
+    table = PIECES.table(("alarm", "times", "the last time"), body, numeric=(1,))
+    return PIECES.section("Alarms", "Each says what to look at (docs/alarms.md).", PIECES.card(table))
 
 
 def _curve(run: ReportData) -> Markup:

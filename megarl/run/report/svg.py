@@ -146,6 +146,10 @@ COLOURS = {
 """Phase -> colour of the page's CSS (``.c0`` … ``.c8``); other phases get one by hash of their name."""
 
 
+RUN_COLOURS = 8
+"""Colours of runs on one chart (``.r0`` … of the page's CSS)."""
+
+
 @dataclass(frozen=True)
 class Markers:
     """Single points, labelled with their values."""
@@ -301,6 +305,24 @@ def line_chart(
     if points:
         spoken += f": {number(points[0][1])} at step {points[0][0]}, {number(points[-1][1])} at step {points[-1][0]}"
     return _svg(width, height, spoken, "".join(body))
+
+
+def overlay_chart(label: str, curves: Mapping[str, Series], *, width: int = 520, height: int = 220) -> str:
+    """Draw one metric of several runs, each in a colour of its own (``curve_css``). Curves must not be empty."""
+    drawn = {name: smoothed(thinned(points)) for name, points in curves.items()}
+    both = [point for points in drawn.values() for point in points]
+    axes = _Axes(width, height, [x for x, _ in both], [y for _, y in both])
+    body = [axes.frame()]
+    for i, (name, points) in enumerate(drawn.items()):
+        x, y = points[-1]
+        title = escape(f"{name}: {number(y)} at step {x}")
+        body.append(f"<g>{_line(axes, points, curve_css(i))}<title>{title}</title></g>")
+    return _svg(width, height, f"{label} of {', '.join(drawn)}", "".join(body))
+
+
+def curve_css(i: int) -> str:
+    """Return the CSS class of the i-th run's curve."""
+    return f"run r{i % RUN_COLOURS}"
 
 
 def stacked_chart(
