@@ -795,6 +795,7 @@ def test_every_write_is_in_the_table_of_writes(store: Store) -> None:
         "selection.groups",
         "selection.members",
         "selection.needed_again",
+        "selection.newest",
         "selection.tasks_named",
         "tasks.changed",
         "tasks.data_sources",

@@ -41,7 +41,7 @@ class Asked:
     template: Mapping[str, Any] = field(default_factory=dict)
     """Options of the chat template, in addition to the task's."""
     thinking: bool | None = None
-    """Whether the client asks for thoughts, as a part of their own; None: it does not say."""
+    """True if the client asks for thoughts, as a part of their own; None if it does not say."""
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ class Session:
     def _options(self, asked: Asked) -> dict[str, Any]:
         """Return the options of the chat template: the task's, then the request's."""
         options = {**self._kwargs, **asked.template}
-        if asked.thinking is not None and self._tokenizer.reads(THINKING):
+        if asked.thinking is not None and THINKING in self._tokenizer.template:
             options[THINKING] = asked.thinking
         return options
 

@@ -88,7 +88,7 @@ class LoggedAlarm:
     name: str
     count: int
     text: str
-    """What the last one says."""
+    """Text of the last one."""
 
 
 @dataclass(frozen=True)
@@ -117,8 +117,6 @@ class ReportData:
     """(message about dropped groups without repetitions, number of steps with it)."""
     notes: tuple[str, ...]
     """Messages about parts that could not be read."""
-    alarms: tuple[LoggedAlarm, ...] = ()
-    """The most recent first."""
     prediction: Mapping[str, Any] | None = None
     """Device and phase -> seconds that the cost model predicts for a step; None until the job has ended."""
 
@@ -226,7 +224,6 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
         timelines={name: phases for name, phases in timelines.items() if phases},
         dropped=_dropped(dropped),
         notes=tuple(notes),
-        alarms=_alarms(run_dir),
         prediction=next(iter(_records(run_dir / "prediction.json", notes)), None),
     )
 
@@ -262,8 +259,8 @@ def _interpolated(default: Any, config: Config) -> Any:
 # --------------------------------------------------------------------- pieces
 
 
-def _alarms(run_dir: Path) -> tuple[LoggedAlarm, ...]:
-    """Return the alarms in the ends of the logs of all attempts."""
+def alarms_of(run_dir: Path) -> tuple[LoggedAlarm, ...]:
+    """Return the alarms in the ends of the logs of all attempts, the most recent first."""
     found: dict[str, LoggedAlarm] = {}
     for path in sorted(logs_of(run_dir), key=lambda path: path.stat().st_mtime):
         if kind_of(path.stem) is not ProcessKind.TRAINER and path.stem != COMMAND:

@@ -15,7 +15,7 @@ from megarl.core.metrics import COMMAND
 from megarl.learn.memory.ledger import human
 from megarl.learn.memory.phases import Phase
 from megarl.run.report import offline, svg, text
-from megarl.run.report.data import Answer, ReportData, changed_settings, load
+from megarl.run.report.data import Answer, ReportData, alarms_of, changed_settings, load
 from megarl.run.report.pieces import CSS, HATCH, PIECES, reward_png, share_axis
 from megarl.run.report.svg import CONTAINER, WAITING, TimedPhase, last_start, rows, seconds_by_phase, seconds_by_step
 from megarl.run.report.text import (
@@ -115,6 +115,9 @@ def _headline(run: ReportData) -> Markup:
         )
     elif run.after is not None and run.after.accuracy is not None:
         head = f"Held-out accuracy {before} → {after}"
+    elif len(run.accuracies) > 1:
+        (_, first), (step, last) = run.accuracies[0], run.accuracies[-1]
+        head = f"Held-out accuracy {first:.1%} → {last:.1%} after step {step}"
     elif run.before is not None and run.before.accuracy is not None:
         head = f"Held-out accuracy {before} before training"
     else:
@@ -139,9 +142,10 @@ def _headline(run: ReportData) -> Markup:
 
 def _alarms(run: ReportData) -> Markup:
     """Return the table of alarms, the last one of each name."""
-    if not run.alarms:
+    alarms = alarms_of(run.run_dir)
+    if not alarms:
         return Markup()
-    body = [(alarm.name, alarm.count, PIECES.text(alarm.text)) for alarm in run.alarms]
+    body = [(alarm.name, alarm.count, PIECES.text(alarm.text)) for alarm in alarms]
     table = PIECES.table(("alarm", "times", "the last time"), body, numeric=(1,))
     return PIECES.section("Alarms", "Each says what to look at (docs/alarms.md).", PIECES.card(table))
 

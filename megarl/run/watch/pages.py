@@ -38,7 +38,7 @@ VIEWS = (("", "Overview", "o"), ("groups", "Groups", "g"), ("log", "Log", "l"))
 
 _TEMPLATES = """
 {% macro frame(root, run, at, views) -%}
-<nav class="bar"><a class="home" href="{{ root }}" title="h" data-key="h">megarl</a>
+<nav class="top"><a class="home" href="{{ root }}" title="h" data-key="h">megarl</a>
 {% if run %}<b>{{ run|clean }}</b>{% for path, title, key in views %}<a href="{{ root }}{{ run|urlencode }}/{{ path }}"
 {%- if path == at %} aria-current="page"{% endif %} title="{{ key }}" data-key="{{ key }}">{{ title }}</a>{% endfor %}
 {% endif %}<span id="live" class="soft" role="status"></span></nav>
@@ -93,10 +93,10 @@ PIECES: Any = macros(_TEMPLATES, clean)
 """Each macro above as a function that returns Markup."""
 
 WATCH_CSS = """
-nav.bar{display:flex;flex-wrap:wrap;gap:4px 16px;align-items:baseline;border-bottom:1px solid var(--line);
+nav.top{display:flex;flex-wrap:wrap;gap:4px 16px;align-items:baseline;border-bottom:1px solid var(--line);
 padding-bottom:8px;margin-bottom:18px}
-nav.bar .home{font-weight:650}
-nav.bar [aria-current]{color:var(--ink);text-decoration:none;border-bottom:2px solid var(--accent)}
+nav.top .home{font-weight:650}
+nav.top [aria-current]{color:var(--ink);text-decoration:none;border-bottom:2px solid var(--accent)}
 a{color:var(--accent)}
 #live{margin-left:auto;font-size:13px}
 input,select,button{font:inherit;font-size:13px;color:var(--ink);background:var(--card);border:1px solid var(--line);
@@ -115,8 +115,8 @@ let stamp=document.body.dataset.stamp||'';
 const poll=async()=>{try{
 const found=await(await fetch(document.body.dataset.poll)).text();
 if(found!==stamp){const next=new DOMParser().parseFromString(await(await fetch(location.href)).text(),'text/html');
-const bar=document.querySelector('nav.bar');main().replaceWith(next.querySelector('main'));
-main().querySelector('nav.bar').replaceWith(bar);stamp=found}
+const bar=document.querySelector('nav.top');main().replaceWith(next.querySelector('main'));
+main().querySelector('nav.top').replaceWith(bar);stamp=found}
 live.textContent='live'}catch{live.textContent='megarl watch has ended'}
 setTimeout(poll,2000)};
 if(document.body.dataset.poll)poll();
@@ -187,7 +187,7 @@ def runs(root: str, found: Mapping[str, WatchedRun]) -> list[Markup]:
         reward = svg.number(rewards[-1][1]) if rewards else "—"
         steps = f"{data.steps_done} of {data.config.trainer.steps}"
         accuracy = percent(data.after) if data.finished else _accuracy(data)
-        alarms = ", ".join(alarm.name for alarm in data.alarms)
+        alarms = ", ".join(alarm.name for alarm in now.alarms)
         rows.append((name, status(data), steps, reward, accuracy, age_of(run.folder), alarms))
     return [PIECES.runs(root, rows)]
 
@@ -197,7 +197,7 @@ def _accuracy(data: ReportData) -> str:
 
 
 def age_of(folder: Path) -> str:
-    """Return how long ago a run wrote its last metrics."""
+    """Return the time since a run wrote its last metrics, as text."""
     path = folder / "metrics.jsonl"
     return f"{duration(max(time.time() - path.stat().st_mtime, 0.0))} ago" if path.is_file() else "—"
 

@@ -61,7 +61,7 @@ def view(runs: Mapping[str, WatchedRun]) -> RenderableType:
         if now.data is None:
             lines.append(_plain(f"{name}: {now.error}"))
             continue
-        lines += [_plain(f"{name}: alarm {a.name}, {a.count} times: {a.text}") for a in now.data.alarms]
+        lines += [_plain(f"{name}: alarm {a.name}, {a.count} times: {a.text}") for a in now.alarms]
         if not now.data.finished:
             lines += [_plain(f"{name}: engine {e.number} {e.state}, weights {e.has or '—'}") for e in now.engines]
     return Group(table, *lines)

@@ -15,23 +15,24 @@ from megarl.core.errors import ConfigError, MegarlError
 from megarl.engines.fleet import EngineRow
 from megarl.run.job_store import database_of_run, store_of_run
 from megarl.run.launch.sweep import runs_of
-from megarl.run.report.data import ReportData, load, store_url
+from megarl.run.report.data import LoggedAlarm, ReportData, alarms_of, load, store_url
 
 REST = 20.0
 """A run is read again only after this many times the seconds that reading took: 5 % of one core at most."""
 FILES = ("metrics.jsonl", "store.db", "store.db-wal", "resolved.json", "timeline", "logs")
-"""What changes while a job runs."""
+"""Files and folders that change while a job runs."""
 
 
 @dataclass(frozen=True)
 class RunNow:
-    """What was read of a run."""
+    """Contents of a run, as last read."""
 
     data: ReportData | None
     """None if it cannot be read."""
     engines: tuple[EngineRow, ...]
+    alarms: tuple[LoggedAlarm, ...]
     error: str
-    """Why ``data`` is missing; else empty."""
+    """Reason for a missing ``data``; else empty."""
     stamp: str
     """Changes with every reading."""
 
@@ -89,9 +90,9 @@ def _read(folder: Path, stamp: str) -> RunNow:
             if url is not None:
                 with store_of_run(url, folder, read_only=True) as store:
                     engines = tuple(row for row in store.engines.read() if row.is_present)
-        return RunNow(data, engines, "", stamp)
+        return RunNow(data, engines, alarms_of(folder), "", stamp)
     except (MegarlError, OSError, ValueError, LookupError) as error:
-        return RunNow(None, (), f"{type(error).__name__}: {error}", stamp)
+        return RunNow(None, (), (), f"{type(error).__name__}: {error}", stamp)
 
 
 def _times(folder: Path) -> Iterator[float]:

@@ -266,10 +266,6 @@ class ChatTemplate:
             for name, source in sources.items()
         }
 
-    def reads(self, name: str) -> bool:
-        """Return True if a template looks at the option ``name``."""
-        return any(name in names for names in self._names.values())
-
     def render(self, messages: Messages, kwargs: Mapping[str, Any], *, answered: bool = False) -> str:
         """Return the text of a conversation up to the start of the model's answer; if ``answered``, including the
         answer.

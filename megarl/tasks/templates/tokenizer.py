@@ -114,10 +114,6 @@ class ChatTokenizer:
         """Source of the chat template."""
         return self._template.text
 
-    def reads(self, name: str) -> bool:
-        """Return True if the chat template looks at the option ``name``."""
-        return self._template.reads(name)
-
     @property
     def vocab_size(self) -> int:
         """Number of token ids, added tokens included."""
