@@ -213,6 +213,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Print the settings that overrides compose to, as JSON.\n`megarl config import-verl FILE` turns a script or "
         "YAML file of verl's into an experiment (docs/from_verl.md).",
     )
+    config.set_defaults(import_verl=False)
     config.add_argument("overrides", nargs="*", help="hydra overrides")
     config.add_argument(
         "--reference", action="store_true", help="print docs/settings.md instead: every setting, its values and meaning"
@@ -573,6 +574,8 @@ def _config(arguments: argparse.Namespace) -> int:
     from megarl.config import compose, to_dict
     from megarl.config.settings_page import changed, reference
 
+    if arguments.import_verl:
+        return import_verl.run(arguments)
     if arguments.reference:
         sys.stdout.write(reference())
         return 0
@@ -585,7 +588,6 @@ def _config(arguments: argparse.Namespace) -> int:
 
 
 COMMANDS = {
-    import_verl.COMMAND: import_verl.run,
     "train": _train,
     "init": _init,
     "plan": _plan,

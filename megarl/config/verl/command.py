@@ -8,14 +8,12 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from megarl.config.verl.imported import ImportedKeys, check_experiment_file, convert, experiment
-from megarl.config.verl.verl_source import read_source
-from megarl.core.durable import write_text
-from megarl.core.errors import ConfigError
+if TYPE_CHECKING:
+    from megarl.config.verl.imported import ImportedKeys
 
 NAME = "import-verl"
-COMMAND = f"config {NAME}"
 log = logging.getLogger(__name__)
 
 
@@ -23,7 +21,7 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Parse the words after ``megarl config import-verl``; those after ``--`` are verl's. Exits with status 2 if a
     word is wrong."""
     parser = argparse.ArgumentParser(
-        prog=f"megarl {COMMAND}",
+        prog=f"megarl config {NAME}",
         description="Turn a configuration of verl's into an experiment of megarl: print it, and what became of every "
         "key. Nothing of the script is run. See docs/from_verl.md.",
     )
@@ -45,12 +43,17 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         parser.error("give a script, a YAML file, or verl's command line after --")
     if arguments.rows is not None and arguments.rows < 1:
         parser.error(f"--rows {arguments.rows}: give the number of rows, at least 1")
-    arguments.command = COMMAND
+    arguments.command, arguments.import_verl = "config", True
     return arguments
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print or write the experiment; log what became of every key. Raises ConfigError for unusable input."""
+    from megarl.config.verl.imported import check_experiment_file, convert, experiment
+    from megarl.config.verl.verl_source import read_source
+    from megarl.core.durable import write_text
+    from megarl.core.errors import ConfigError
+
     source = read_source(arguments.file, arguments.given, os.environ, arguments.rows)
     if not source.values:
         raise ConfigError("no setting of verl's was found; give a script, a YAML file, or its command line after --")
@@ -64,7 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     path = Path(arguments.write)
     if path.parent.name != "experiment" or path.suffix != ".yaml":
-        raise ConfigError(f"--write {path}: experiments are files of a folder experiment; give DIR/experiment/NAME.yaml")
+        raise ConfigError(
+            f"--write {path}: experiments are files of a folder experiment; give DIR/experiment/NAME.yaml"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, text)
     sys.stdout.write(f"megarl train --config-dir {path.parents[1]} experiment={path.stem}\n")

@@ -181,7 +181,9 @@ class _Reader:
         while self.at < len(self.text) and self.text[self.at] not in " \t\r\n;|&<>" + ends:
             char = self.text[self.at]
             if char == "\\":
-                words[-1] += "" if self.text[self.at + 1 : self.at + 2] == "\n" else self.text[self.at + 1 : self.at + 2]
+                words[-1] += (
+                    "" if self.text[self.at + 1 : self.at + 2] == "\n" else self.text[self.at + 1 : self.at + 2]
+                )
                 self.at += 2
             elif char == "'":
                 end = self.text.find("'", self.at + 1)
@@ -293,9 +295,7 @@ class _Reader:
                 lambda m: f"({self.variables[m[1]]})" if m[1] in self.variables else m[0],
                 expression,
             )
-            replaced = re.sub(
-                r"\$\{([A-Za-z_]\w*):?-(\d+)\}", lambda m: self.variables.get(m[1], m[2]), replaced
-            )
+            replaced = re.sub(r"\$\{([A-Za-z_]\w*):?-(\d+)\}", lambda m: self.variables.get(m[1], m[2]), replaced)
             if replaced == expression or len(replaced) > 10_000:
                 break
             expression = replaced

@@ -19,7 +19,6 @@ from megarl.config.verl.verl_table import (
     DATA,
     MEGATRON,
     MODEL,
-    OVERLONG,
     REF,
     ROLLOUT,
     TRAINER,
@@ -177,7 +176,7 @@ def _role_grid(theirs: str, ours: str) -> Rule:
         if ours == "critic.parallel" and not _has_critic(source):
             raise NoEffectError("adv_estimator has no critic")
         own, actor = _sizes(source, theirs, ours), _sizes(source, MEGATRON, "parallel")
-        if all(actor[name.replace(ours, "parallel")] == value for name, value in own.items()):
+        if all(actor.get(name.replace(ours, "parallel")) == value for name, value in own.items()):
             raise NoEffectError("as the actor's grid")
         return own | {f"{ours}.backend": "nccl"}
 
@@ -580,12 +579,13 @@ def _reward_model(key: str, row: MappedKey, source: VerlSource) -> Settings:
 
 def _overlong(key: str, row: MappedKey, source: VerlSource) -> Settings:
     """DAPO's length penalty; verl's built-in scores are -1 and 1, megarl's 0 and 1, so that half of it is as much."""
-    if not source.get(f"{OVERLONG}.enable"):
-        raise NoEffectError("of overlong_buffer_cfg.enable alone")
-    penalty, own = source.get(f"{OVERLONG}.penalty_factor"), source.get("custom_reward_function.path")
+    group = key.rpartition(".")[0]
+    if not source.get(f"{group}.enable"):
+        raise NoEffectError("of a length penalty that is enabled alone")
+    penalty, own = source.get(f"{group}.penalty_factor"), source.get("custom_reward_function.path")
     penalty = 1.0 if penalty is None else penalty
     return {
-        "reward.overlong_buffer": source.get(f"{OVERLONG}.len"),
+        "reward.overlong_buffer": source.get(f"{group}.len"),
         "reward.overlong_penalty": penalty if own else penalty / 2,
     }
 

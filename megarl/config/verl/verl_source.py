@@ -15,7 +15,8 @@ from megarl.config.verl.shell_reader import read_script
 from megarl.config.verl.verl_table import DEFAULTS, FALLBACKS, MEGATRON
 from megarl.core.errors import ConfigError
 
-_PROGRAM = re.compile(r"(?:[\w.]+\.)?main_(?:ppo|dapo)|\S*/main_(?:ppo|dapo)\.py")
+_PROGRAM = re.compile(r"(?:[\w.]+\.|\S*/)?(?:main_\w+|fully_async_main)(?:\.py)?")
+_KNOWN_PROGRAMS = ("main_ppo", "main_dapo")
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w@]*(?:[./][\w@]+)*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?(\.*[\w.]+)\s*(?:,\s*([^${}]*?)\s*)?\}")
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
@@ -105,6 +106,8 @@ def _of_words(words: list[str], folder: Path) -> tuple[dict[str, Any], list[str]
     notes: list[str] = []
     options = {"config-name": "ppo_trainer", "config-path": ""}
     start = next((i for i, word in enumerate(words) if _PROGRAM.fullmatch(word)), -1)
+    if start >= 0 and (program := words[start].removesuffix(".py")) and not program.endswith(_KNOWN_PROGRAMS):
+        values["-m"] = program
     rest = iter(words[start + 1 :])
     for word in rest:
         if found := re.fullmatch(r"--(config-name|config-path)(?:=(.*))?", word):

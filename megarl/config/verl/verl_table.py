@@ -144,7 +144,10 @@ MAPPED: dict[str, MappedKey] = {
     # ------------------------------------------------------------- reference
     f"{REF}.fsdp_config.param_offload": MappedKey("reference.offload", "reference_offload"),
     f"{REF}.megatron.param_offload": MappedKey("reference.offload", "reference_offload"),
-    **{f"{REF}.megatron.{theirs}": MappedKey(f"reference.parallel.{ours}", "reference_grid") for theirs, ours in _GRID.items()},
+    **{
+        f"{REF}.megatron.{theirs}": MappedKey(f"reference.parallel, {ours} of it", "reference_grid")
+        for theirs, ours in _GRID.items()
+    },
     # --------------------------------------------------------------- engines
     f"{ROLLOUT}.n": MappedKey("algorithm.group_size"),
     f"{ROLLOUT}.over_sample_rate": MappedKey("rollout.spare, a number of trajectories of each group", "spare"),
@@ -194,7 +197,9 @@ MAPPED: dict[str, MappedKey] = {
     # ---------------------------------------------------------------- critic
     f"{CRITIC}.model.path": MappedKey("critic.path", "critic_path"),
     f"{CRITIC}.ppo_epochs": MappedKey("trainer.ppo_epochs, of actor and critic alike", "critic_as_actor"),
-    f"{CRITIC}.ppo_mini_batch_size": MappedKey("trainer.updates_per_step, of actor and critic alike", "critic_as_actor"),
+    f"{CRITIC}.ppo_mini_batch_size": MappedKey(
+        "trainer.updates_per_step, of actor and critic alike", "critic_as_actor"
+    ),
     f"{CRITIC}.cliprange_value": MappedKey("algorithm.value_clip", "value_clip"),
     f"{CRITIC}.grad_clip": MappedKey("critic.optimizer.clip_grad", "critic_optimizer"),
     **_optimizer(f"{CRITIC}.optim", "critic.optimizer", "critic"),
@@ -203,7 +208,10 @@ MAPPED: dict[str, MappedKey] = {
     f"{CRITIC}.megatron.param_offload": MappedKey("critic.offload", "critic_offload"),
     f"{CRITIC}.megatron.optimizer_offload": MappedKey("critic.offload", "critic_offload"),
     f"{CRITIC}.megatron.grad_offload": MappedKey("critic.offload", "critic_offload"),
-    **{f"{CRITIC}.megatron.{theirs}": MappedKey(f"critic.parallel.{ours}", "critic_grid") for theirs, ours in _GRID.items()},
+    **{
+        f"{CRITIC}.megatron.{theirs}": MappedKey(f"critic.parallel, {ours} of it", "critic_grid")
+        for theirs, ours in _GRID.items()
+    },
     f"{TRAINER}.critic_warmup": MappedKey("critic.warmup_steps", "critic_warmup"),
     # --------------------------------------------------------------- rewards
     "custom_reward_function.path": MappedKey("reward.path", "unless_null"),
@@ -213,6 +221,9 @@ MAPPED: dict[str, MappedKey] = {
     f"{OVERLONG}.enable": MappedKey("reward.overlong_buffer", "overlong"),
     f"{OVERLONG}.len": MappedKey("reward.overlong_buffer", "overlong"),
     f"{OVERLONG}.penalty_factor": MappedKey("reward.overlong_penalty", "overlong"),
+    "reward_model.overlong_buffer.enable": MappedKey("reward.overlong_buffer", "overlong"),
+    "reward_model.overlong_buffer.len": MappedKey("reward.overlong_buffer", "overlong"),
+    "reward_model.overlong_buffer.penalty_factor": MappedKey("reward.overlong_penalty", "overlong"),
     "reward_model.reward_kwargs.max_resp_len": MappedKey("rollout.max_response_tokens", "max_resp_len"),
     # --------------------------------------------------------------- trainer
     f"{TRAINER}.total_epochs": MappedKey(_STEPS, "steps"),
@@ -340,10 +351,21 @@ NO_EFFECT: dict[str, str] = {
     f"{ROLLOUT}.limit_images": "rollout.max_images decides",
     f"{TRANSFORMER}.recompute_method": "a recomputed layer is computed again whole",
     f"{TRANSFORMER}.recompute_num_layers": "every layer is recomputed",
-    **{f"{TRANSFORMER}.{name}": _KERNELS for name in (
-        "apply_rope_fusion", "attention_backend", "bias_activation_fusion", "bias_dropout_fusion",
-        "masked_softmax_fusion", "deallocate_pipeline_outputs", "moe_grouped_gemm", "moe_shared_expert_overlap",
-        "persist_layer_norm", "use_flash_attn")},
+    **{
+        f"{TRANSFORMER}.{name}": _KERNELS
+        for name in (
+            "apply_rope_fusion",
+            "attention_backend",
+            "bias_activation_fusion",
+            "bias_dropout_fusion",
+            "masked_softmax_fusion",
+            "deallocate_pipeline_outputs",
+            "moe_grouped_gemm",
+            "moe_shared_expert_overlap",
+            "persist_layer_norm",
+            "use_flash_attn",
+        )
+    },
     "critic.megatron.override_transformer_config*": "the critic takes the actor's model settings",
     "data.return_*": "a format of verl's batches",
     "data.val_batch_size": "all held-out tasks are evaluated together",
@@ -374,6 +396,7 @@ NO_EFFECT: dict[str, str] = {
     "reward_model.megatron.*": "the reward model takes the actor's grid (reward_model.parallel)",
     "reward_model.sandbox_fusion.max_concurrent": "of sandbox_fusion.url alone",
     "reward_model.sandbox_fusion.memory_limit_mb": "reward.code.memory_mib has the limit",
+    "reward_model.overlong_buffer.log": "the part reward/overlong is always reported",
     f"{OVERLONG}.log": "the part reward/overlong is always reported",
     "custom_reward_function.reward_kwargs": "of custom_reward_function.path alone",
     "trainer.project_name": "trackers take WANDB_PROJECT from the environment",
@@ -454,6 +477,13 @@ UNMAPPED: dict[str, UnmappedKey] = {
     "reward_model.enable_resource_pool": UnmappedKey("set reward_model.parallel; it shares the trainer's ranks"),
     "reward_model.sandbox_fusion.url": UnmappedKey("set reward.code.url to a megarl sandbox serve (docs/sandbox.md)"),
     "reward_model.data_processor_fn*": UnmappedKey("write a reward function, reward.path (docs/rewards.md)"),
+    "-m": UnmappedKey("this program has parts of its own, which are not imported"),
+    "rollout.nnodes": UnmappedKey("set rollout.placement=separate, rollout.replicas and sync.max_staleness"),
+    "rollout.n_gpus_per_node": UnmappedKey("set rollout.placement=separate, rollout.replicas and sync.max_staleness"),
+    **{
+        f"{MODEL}.override_config.{name}": UnmappedKey("models have no dropout", (None, 0, 0.0))
+        for name in ("attention_dropout", "embd_pdrop", "resid_pdrop")
+    },
     "--config-name": UnmappedKey("this file was not found; import it too, and give the script's words after it"),
     "~*": UnmappedKey("it removes a setting of a file; import the file, and remove the setting yourself"),
     "trainer.val_only": UnmappedKey("start megarl bench (docs/bench.md)"),
