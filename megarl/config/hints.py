@@ -248,8 +248,8 @@ PEERS: dict[str, str] = {
 """Name in the other library -> our setting or settings, with a note if they differ."""
 
 
-VERL: dict[str, str] = {theirs: row.ours for theirs, row in MAPPED.items()}
-"""verl's full name -> our setting or settings; the table is in ``verl/verl_table.py``."""
+VERL: dict[str, str] = {theirs: row.ours for theirs, row in MAPPED.items() if theirs != row.setting}
+"""verl's full name -> our setting or settings; the table is ``verl/verl_table.py``."""
 
 
 def in_our_words(name: str) -> str | None:

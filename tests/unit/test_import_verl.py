@@ -24,30 +24,49 @@ from megarl.core.errors import ConfigError
 COMMANDS = (Path(__file__).parent / "cases" / "verl_commands.txt").read_text().split("\n# ")
 """Published commands, the head of each with repository, commit and path; variables are replaced by their values."""
 ROWS = 10_000
-LEFT_OUT = {
-    "run_qwen2-7b.sh": {"algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl.kl_coef"},
-    "test_gspo_qwen30b_a3b_ep.sh": {
-        f"actor_rollout_ref.rollout.{name}_parallel_size" for name in ("tensor_model", "data", "expert")
+_ROLLOUT = "actor_rollout_ref.rollout"
+_CORRECTION = "algorithm.rollout_correction"
+LEFT_OUT: dict[str, set[str]] = {
+    "examples/rloo_trainer/run_qwen2-7b.sh": {
+        "actor_rollout_ref.actor.use_kl_loss",
+        "algorithm.use_kl_in_reward",
+        "algorithm.kl_penalty",
+        "algorithm.kl_ctrl.kl_coef",
     },
-    "test_dapo_7b_math.sh": {
+    "examples/gspo_trainer/test_gspo_qwen30b_a3b_ep.sh": {
+        "data.truncation",
+        f"{_ROLLOUT}.tensor_model_parallel_size",
+        f"{_ROLLOUT}.data_parallel_size",
+        f"{_ROLLOUT}.expert_parallel_size",
+    },
+    "examples/gmpo_trainer/test_dapo_7b_math.sh": {
+        "data.truncation",
         "algorithm.adv_estimator",
         "actor_rollout_ref.actor.policy_loss.loss_mode",
-        "data.truncation",
         "actor_rollout_ref.model.override_config.max_position_embeddings",
     },
-    "run_qwen3_4b_dapo_multiturn.sh": {
+    "examples/sglang_multiturn/run_qwen3_4b_dapo_multiturn.sh": {
         "data.custom_cls.path",
         "data.custom_cls.name",
-        "data.truncation",
-        *(
-            f"actor_rollout_ref.rollout.multi_turn.{name}"
-            for name in ("enable", "max_user_turns", "max_assistant_turns", "tool_config_path")
-        ),
+        f"{_ROLLOUT}.multi_turn.enable",
+        f"{_ROLLOUT}.multi_turn.max_user_turns",
+        f"{_ROLLOUT}.multi_turn.max_assistant_turns",
+        f"{_ROLLOUT}.multi_turn.tool_config_path",
+        f"{_ROLLOUT}.val_kwargs.n",
+        f"{_ROLLOUT}.val_kwargs.temperature",
+        f"{_ROLLOUT}.val_kwargs.top_p",
     },
-    "run_dapo_qwen2.5_32b.sh": {"data.truncation"},
-    "run_dapo_qwen2.5_32b_rollout_corr.sh": {"data.truncation"},
+    "recipe/dapo/run_dapo_qwen2.5_32b.sh": {"data.truncation"},
+    "recipe/dapo/run_dapo_qwen2.5_32b_rollout_corr.sh": {
+        "data.truncation",
+        f"{_CORRECTION}.rollout_is",
+        f"{_CORRECTION}.rollout_is_threshold",
+        f"{_CORRECTION}.rollout_is_batch_normalize",
+        f"{_CORRECTION}.rollout_rs",
+        f"{_CORRECTION}.rollout_token_veto_threshold",
+    },
 }
-"""Name of a script -> keys that are not imported, of those that leave some out."""
+"""Path of a script -> keys that are not imported, of those that leave some out."""
 
 
 def path_of(command: str) -> str:
@@ -84,9 +103,7 @@ def test_every_key_of_a_published_command_is_accounted_for(command: str) -> None
     found, given = imported(command), source_of(command).values
     assert set(found.mapped) | set(found.no_effect) | set(found.unmapped) == set(given)
     assert not set(found.mapped) & set(found.no_effect) and not set(found.mapped) & set(found.unmapped)
-    name = Path(path_of(command)).name
-    expected = LEFT_OUT.get(name, set()) if "/grpo_trainer/" not in path_of(command) else set()
-    assert set(found.unmapped) == expected, found.unmapped
+    assert set(found.unmapped) == LEFT_OUT.get(path_of(command), set()), found.unmapped
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=path_of)

@@ -1,4 +1,4 @@
-"""verl's settings as an experiment of megarl: settings, and what became of each of verl's keys."""
+"""verl's settings as an experiment of megarl, with an account of each of verl's keys."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _PRESETS = ("cispo", "grpo", "gspo", "ppo", "reinforce_pp", "reinforce_pp_baseli
 
 @dataclass(frozen=True)
 class ImportedKeys:
-    """What became of every key of a configuration of verl's. Each given key is in exactly one of the three."""
+    """Result of an import: megarl's settings, and the given keys of verl's, each in exactly one of the three tables."""
 
     settings: dict[str, Any]
     """megarl's settings by full name."""
     mapped: dict[str, dict[str, Any]]
-    """verl's key -> settings that it decides, of which some are shared with other keys."""
+    """verl's key -> settings that it decides, alone or with other keys."""
     no_effect: dict[str, str]
     """verl's key -> reason why it changes nothing here."""
     unmapped: dict[str, str]

@@ -1,6 +1,6 @@
 """Reader of shell scripts that start verl. It runs nothing: words, quotes, assignments, arrays and arithmetic alone.
 
-What would need a shell (command substitution, unset variables) stays in the text as it is written, with its ``$``.
+Command substitutions and unset variables stay in the text as they are written, with their ``$``.
 """
 
 from __future__ import annotations

@@ -290,7 +290,10 @@ def _has_critic(source: VerlSource) -> bool:
 
 def _name(key: str, row: MappedKey, source: VerlSource) -> Settings:
     name = algorithm_name(source)
-    extra = {"ppo": {"algorithm.whiten_advantages": True}, "gspo": {"algorithm.importance": "sequence_mean"}}
+    extra: dict[str, Settings] = {
+        "ppo": {"algorithm.whiten_advantages": True},
+        "gspo": {"algorithm.importance": "sequence_mean"},
+    }
     return {"algorithm.name": name, **extra.get(name, {})}
 
 

@@ -20,7 +20,7 @@ _KNOWN_PROGRAMS = ("main_ppo", "main_dapo")
 _OVERRIDE = re.compile(r"(\+{0,2}|~)([A-Za-z_][\w@]*(?:[./][\w@]+)*)=(.*)", re.DOTALL)
 _REFERENCE = re.compile(r"\$\{(?:oc\.select:\s*)?(\.*[\w.]+)\s*(?:,\s*([^${}]*?)\s*)?\}")
 OWN_FILES = ("ppo_trainer", "ppo_megatron_trainer", "dapo_trainer", "dapo_megatron_trainer")
-"""Configurations that verl ships, whose values are ``verl_table.DEFAULTS``."""
+"""Configurations of verl itself; their values are ``verl_table.DEFAULTS``."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class VerlSource:
     rows: int | None = None
     """Rows of ``data.train_files``, for settings that are counted in epochs."""
     notes: list[str] = field(default_factory=list)
-    """What the reader could not follow."""
+    """Lines that the reader could not follow."""
     config_name: str = "ppo_trainer"
     """File that the given settings change."""
 

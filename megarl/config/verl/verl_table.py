@@ -1,4 +1,4 @@
-"""The table of verl's settings: every key that is known, and what becomes of it here. Other modules only read it.
+"""The table of verl's settings: every known key with its counterpart, its reason or its advice.
 
 Keys are those of verl's ``ppo_trainer.yaml`` and ``ppo_megatron_trainer.yaml`` at commit b178a3cd56f5, and older names.
 """
