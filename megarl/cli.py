@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megarl.config.verl import command as import_verl
 from megarl.core.processes.machine import uncollected
 from megarl.diff import command as diff
 from megarl.exam import command as exam
@@ -209,7 +210,12 @@ def build_parser() -> argparse.ArgumentParser:
         default="reward_output.log",
         help="file with the output of reward functions, truncated when long (default %(default)s)",
     )
-    config = add("config", "Print the settings that overrides compose to, as JSON.")
+    config = add(
+        "config",
+        "Print the settings that overrides compose to, as JSON.\n`megarl config import-verl FILE` turns a script or "
+        "YAML file of verl's into an experiment (docs/from_verl.md).",
+    )
+    config.set_defaults(import_verl=False)
     config.add_argument("overrides", nargs="*", help="hydra overrides")
     config.add_argument(
         "--reference", action="store_true", help="print docs/settings.md instead: every setting, its values and meaning"
@@ -269,6 +275,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     words = sys.argv[1:] if argv is None else argv
     if words[:1] == ["data"] and (look := data_command.look(words[1:])) is not None:
         return look
+    if words[:2] == ["config", import_verl.NAME]:
+        return import_verl.parse(words[2:])
     parser = build_parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and (not hasattr(arguments, "overrides") or any(word.startswith("-") for word in rest)):
@@ -568,6 +576,8 @@ def _config(arguments: argparse.Namespace) -> int:
     from megarl.config import compose, to_dict
     from megarl.config.settings_page import changed, reference
 
+    if arguments.import_verl:
+        return import_verl.run(arguments)
     if arguments.reference:
         sys.stdout.write(reference())
         return 0

@@ -17,6 +17,7 @@ SLOW = (
     "test_checkpoint_state", "test_cli", "test_config_keys", "test_configs", "test_course", "test_cuda_emulated",
     "test_data_look", "test_disk_full", "test_docstrings", "test_doctor", "test_dry_run",
     "test_environments_of_others", "test_first_gpu", "test_forkserver", "test_harbor", "test_host_memory",
+    "test_import_verl",
     "test_late_rewards", "test_launch", "test_launch_checks", "test_launch_data", "test_launch_leftovers",
     "test_launch_nodes", "test_launch_offline", "test_launch_replace", "test_launch_rewards", "test_learning_table",
     "test_link_sockets", "test_local_disk", "test_ops_advantage", "test_ops_policy", "test_ops_torch",

@@ -21,5 +21,6 @@ FACE = (
     "schema",
     "settings_page",
     "taskset",
+    "verl.command",
 )
 """Modules that other packages may import."""

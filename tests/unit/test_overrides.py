@@ -93,7 +93,7 @@ def test_names_of_verl_are_translated(override: str, ours: str) -> None:
         ("trainer.learning_rate=1e-6", "trainer.optimizer.lr"),
         ("num_generations=8", "algorithm.group_size"),
         ("beta=0.04", "algorithm.kl.coef"),
-        ("+trainer.n_gpus_per_node=8", "parallel.dp"),
+        ("+n_gpus_per_node=8", "parallel.dp"),
         ("lora_rank=16", "model.lora.rank"),
     ],
 )
