@@ -32,7 +32,7 @@ def main() -> None:
     taskset = compose([*SUMS, "run.dir=-"]).taskset
     files = {split: folder / f"{split}.parquet" for split in SPLITS}
     if missing := {split: path for split, path in files.items() if not path.is_file()}:
-        sizes = {"train": taskset.train_size, "eval": taskset.eval_size}
+        sizes = {"train": taskset.train_size, "eval": taskset.eval_size, "warm_start": taskset.warm_start_size}
         generate(str(taskset.generate), missing, sizes, seed=taskset.seed, options=taskset.options)
     spec = {
         "model": str(folder / "files" / "sums"),

@@ -163,6 +163,7 @@ COUNT = "num_items_in_batch = self.accelerator.gather(loss_mask.sum()).sum()"
 BONUS = "loss = loss - apply_coef * entropy_loss"
 MEAN = "mean_grouped_rewards = torch.nanmean(rewards.view(-1, num_generations), dim=1)"
 MEANS = "mean_grouped_rewards = mean_grouped_rewards.repeat_interleave(num_generations, dim=0)"
+STD = "std_rewards = nanstd(rewards.view(-1, num_generations), dim=1)"
 STDS = "std_rewards = std_rewards.repeat_interleave(num_generations, dim=0)"
 MASK = 'mask = completion_mask if "tool_mask" not in inputs'
 CLIPPED = "per_token_loss = -torch.min(per_token_loss1, per_token_loss2)"
@@ -645,7 +646,14 @@ FAULTS: tuple[Fault, ...] = (
         "tiny",
         scored((STDS, f"{STDS} * ((num_generations - 1) / num_generations) ** 0.5")),
     ),
-    Fault("advantage-of-shifted-groups", "tiny", scored((MEAN, MEAN.replace("rewards.view", "rewards.roll(-1).view")))),
+    Fault(
+        "advantage-of-shifted-groups",
+        "tiny",
+        scored(
+            (MEAN, MEAN.replace("rewards.view", "rewards.roll(-1).view")),
+            (STD, STD.replace("rewards.view", "rewards.roll(-1).view")),
+        ),
+    ),
     Fault("gradients-of-last-micro-batch", "accumulated", cleared_before_each),
     Fault("gradients-not-zeroed", "tiny", made(never_cleared)),
     Fault("gradient-cut-below-a-layer", "tiny", made(cut_below)),
@@ -787,6 +795,8 @@ FAULTS: tuple[Fault, ...] = (
         scored(
             (MEAN, MEAN.replace("rewards.view(-1, num_generations)", "rewards.view(num_generations, -1).T")),
             (MEANS, "mean_grouped_rewards = mean_grouped_rewards.repeat(num_generations)"),
+            (STD, STD.replace("rewards.view(-1, num_generations)", "rewards.view(num_generations, -1).T")),
+            (STDS, "std_rewards = std_rewards.repeat(num_generations)"),
         ),
     ),
     Fault("overlong-skipped", "overlong", made(second_weight_zero)),

@@ -322,11 +322,10 @@ class Learner:
                     of_optimizer.after()
                 name = objective.name
                 own = {f"{name}/grad_norm": (norm, 1.0), f"{name}/lr": (lr, 1.0)}
-                if (
-                    update == 0 and several
-                ):  # means over updates hide which came first: a loss, or the gradient before it
+                if several and update == 0:  # a mean over updates hides whether a loss or a gradient differed first
                     own[f"{name}/first_grad_norm"] = (norm, 1.0)
-                    found = found | {f"{name}/first_loss": found[key] for key in (f"{name}/loss",) if key in found}
+                    if (total := found.get(f"{name}/loss")) is not None:
+                        found = {**found, f"{name}/first_loss": total}
                 sums.append(found)
                 updates.append(own)
 
