@@ -138,7 +138,7 @@ class Recorder(TrainerCallback):
                 if stage in inputs:
                     self.add(stage, float(inputs[stage].double().square().sum()))
             found = compute(model, inputs, *args)
-            self.add("loss", float(found[0] if isinstance(found, tuple) else found))
+            self.add("loss", float((found[0] if isinstance(found, tuple) else found).detach()))
             return found
 
         trainer._compute_loss = loss
