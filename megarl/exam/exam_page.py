@@ -15,7 +15,8 @@ Known faults of systems for reinforcement learning, put into small jobs one at a
 name the cause?
 
 ```bash
-megarl exam --healthy 100 --write docs/benchmarks/exam.md  # resumable; docs/alarms.md
+megarl exam --healthy 100 --peer benchmarks/against/trl_exam.json --write docs/benchmarks/exam.md  # resumable
+python benchmarks/exam_trl.py  # TRL's part
 ```
 
 Each fault comes from a public report and is a patch of a job of a few steps ([sources](../../megarl/exam/areas)).
@@ -26,10 +27,10 @@ errors and refusals alone, without alarms of steps.
 
 
 PEER = """## TRL
-The same faults as changes of TRL's functions, rows or rewards, in its trainers on a CPU ([changes]({at}trl_faults.py)).
-Each run differs from a clean one, first where the row says. *Noticed*: an error, or a warning that the clean run's log
-lacks. TRL offers nothing else; a person may see more in its metrics. Left out are faults of what these runs do not
-have: engines, sync, ranks, a critic, turns.
+The same faults as changes of TRL's functions, rows or rewards, in its trainers on a CPU
+([changes]({at}trl_faults.py)). Each run differs from a clean one, first where the row says. *Noticed*: an error, or a
+warning that the clean run's log lacks. TRL offers nothing else; a person may see more in its metrics. Left out are
+faults of what these runs do not have: engines, sync, ranks, a critic, turns. `loss, 2`: the second loss of the run.
 """
 """Head of the peer's table; ``at``: folder of its program."""
 
