@@ -27,12 +27,12 @@ errors and refusals alone, without alarms of steps.
 
 
 PEER = """## TRL
-The same faults as changes of TRL's functions, rows or rewards, in its trainers on a CPU
-([changes]({at}trl_faults.py)). Each run differs from a clean one, first where the row says. *Noticed*: an error, or a
-warning that the clean run's log lacks. TRL offers nothing else; a person may see more in its metrics. Left out are
-faults of what these runs do not have: engines, sync, ranks, a critic, turns. `loss, 2`: the second loss of the run.
+The same faults in TRL's trainers on a CPU: [changes](../../benchmarks/against/trl_faults.py) of TRL's functions, rows
+or rewards. Each run differs from a clean one, first where the row says (`loss, 2`: the second loss of the run).
+*Noticed*: an error, or a warning that the clean run's log lacks. TRL offers nothing else; a person may see more in its
+metrics. Left out are faults of what these runs do not have: engines, sync, ranks, a critic, turns.
 """
-"""Head of the peer's table; ``at``: folder of its program."""
+"""Head of the peer's table."""
 
 
 def page(
@@ -66,8 +66,8 @@ def against(rows: Mapping[str, Sequence[Fault]], results: Mapping[str, ExamResul
     right = [name for name in both if _right(here[name], results[name])]
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     lines = [
-        PEER.format(at="../../benchmarks/against/"),
-        f"**Of {len(both)} faults TRL noticed {len(seen)}; megarl found {len(found)} and named {len(right)} rightly** "
+        PEER,
+        f"**Of {len(both)} faults TRL noticed {len(seen)}; megarl found {len(found)} and named {len(right)} rightly**",
         f"({versions}).",
         "",
         "| fault | differs first in TRL | TRL says | megarl says |",

@@ -66,7 +66,7 @@ def test_another_trainer_stands_beside_on_the_page(tmp_path: Path) -> None:
     outcomes["kl-sign"]["noticed"] = "error: ValueError: a | b"
     (tmp_path / "peer.json").write_text(json.dumps({"versions": {"trl": "1.16.0"}, "faults": outcomes}))
     text = page(rows, results, [], tmp_path / "peer.json")
-    assert "**Of 2 faults TRL noticed 1; megarl found 2 and named 1 rightly** (trl 1.16.0)." in text
+    assert "**Of 2 faults TRL noticed 1; megarl found 2 and named 1 rightly**\n(trl 1.16.0)." in text
     assert "| kl-sign | loss, 1: 2, not 1 | error: ValueError: a / b | loss |" in text
     assert "| kl-twice | loss, 1: 2, not 1 | nothing | entropy |" in text and "of-before" not in text
 
