@@ -24,6 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--healthy", type=int, metavar="N", default=0, help="run N jobs without a fault, too")
     parser.add_argument("--folder", type=Path, default=Path("runs/exam"), help="keeps outcomes; a repeat goes on")
     parser.add_argument("--write", type=Path, metavar="FILE", help="write the page of results, in Markdown")
+    parser.add_argument("--peer", type=Path, metavar="FILE", help="outcomes of benchmarks/exam_trl.py, for the page")
     parser.add_argument("--at-once", type=int, metavar="N", default=max(1, (os.cpu_count() or 1) // 2 + 1))
 
 
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         results = {fault.name: found for fault in written if (found := runner.outcome(fault.name)) is not None}
         sound = [found for exam in healthy if (found := runner.outcome(exam.name)) is not None]
         if arguments.write is not None:
-            write_text(arguments.write, page(rows, results, sound))
+            write_text(arguments.write, page(rows, results, sound, arguments.peer))
         sys.stdout.write(f"{summary(rows, results, sound)}\n")
     finally:
         runner.close()

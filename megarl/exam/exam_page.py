@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megarl.exam.fault import Fault
 from megarl.exam.runner import ExamResult
@@ -13,7 +15,8 @@ Known faults of systems for reinforcement learning, put into small jobs one at a
 name the cause?
 
 ```bash
-megarl exam --healthy 100 --write docs/benchmarks/exam.md  # resumable; docs/alarms.md
+megarl exam --healthy 100 --peer benchmarks/against/trl_exam.json --write docs/benchmarks/exam.md  # resumable
+python benchmarks/exam_trl.py  # TRL's part
 ```
 
 Each fault comes from a public report and is a patch of a job of a few steps ([sources](../../megarl/exam/areas)).
@@ -23,15 +26,64 @@ errors and refusals alone, without alarms of steps.
 """
 
 
-def page(rows: Mapping[str, Sequence[Fault]], results: Mapping[str, ExamResult], healthy: Sequence[ExamResult]) -> str:
-    """Return the page; arguments as in ``summary``."""
+PEER = """## TRL
+The same faults in TRL's trainers on a CPU: [changes](../../benchmarks/against/trl_faults.py) of TRL's functions, rows
+or rewards. Each run differs from a clean one, first where the row says (`loss, 2`: the second loss of the run).
+*Noticed*: an error, or a warning that the clean run's log lacks. TRL offers nothing else; a person may see more in its
+metrics. Left out are faults of what these runs do not have: engines, sync, ranks, a critic, turns.
+"""
+"""Head of the peer's table."""
+
+
+def page(
+    rows: Mapping[str, Sequence[Fault]],
+    results: Mapping[str, ExamResult],
+    healthy: Sequence[ExamResult],
+    peer: Path | None = None,
+) -> str:
+    """Return the page; ``peer`` names outcomes of another trainer, other arguments as in ``summary``."""
     lines = ["", "## Faults", "| fault | report | what goes wrong | alarm | step |", "|---|---|---|---|--:|"]
     for fault in (fault for faults in rows.values() for fault in faults if fault.name in results):
         repository, _, number = fault.report.partition("#")
         link = f"[{fault.report}](https://github.com/{repository}/issues/{number})"
         at = results[fault.name].at
         lines.append(f"| {fault.name} | {link} | {fault.breaks} | {fault.alarm} | {'–' if at is None else at} |")
-    return f"{HEAD}\n{summary(rows, results, healthy)}\n" + "\n".join(lines) + "\n"
+    beside = "" if peer is None else f"\n{against(rows, results, peer)}\n"
+    return f"{HEAD}\n{summary(rows, results, healthy)}\n{beside}" + "\n".join(lines) + "\n"
+
+
+def against(rows: Mapping[str, Sequence[Fault]], results: Mapping[str, ExamResult], peer: Path) -> str:
+    """Return the table of faults that another trainer had too, with both results.
+
+    Args:
+        peer: JSON file of ``benchmarks/exam_trl.py``. Faults without an effect there are left out.
+    """
+    kept = json.loads(peer.read_text())
+    here = {fault.name: fault for faults in rows.values() for fault in faults if fault.name in results}
+    both = {name: one for name, one in kept["faults"].items() if name in here and (one["effect"] or one["noticed"])}
+    seen = [name for name, one in both.items() if one["noticed"]]
+    found = [name for name in both if results[name].found]
+    right = [name for name in both if _right(here[name], results[name])]
+    versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
+    lines = [
+        PEER,
+        f"**Of {len(both)} faults TRL noticed {len(seen)}; megarl found {len(found)} and named {len(right)} rightly**",
+        f"({versions}).",
+        "",
+        "| fault | differs first in TRL | TRL says | megarl says |",
+        "|---|---|---|---|",
+    ]
+    for name, one in both.items():
+        result = results[name]
+        said = ", ".join(dict.fromkeys([*(alarm for _, alarm in result.alarms), *result.errors]))
+        said = said or ("an error of no name" if result.found else "nothing")
+        lines.append(f"| {name} | {one['effect']} | {_short(one['noticed'])} | {said} |")
+    return "\n".join(lines) + "\n"
+
+
+def _short(text: str, most: int = 120) -> str:
+    line = " ".join(text.replace("|", "/").split())
+    return (line if len(line) <= most else f"{line[: most - 1]}…") or "nothing"
 
 
 def summary(

@@ -169,12 +169,22 @@ class StepReplay:
             and name.endswith(("loss", "grad_norm", "clipfrac", "ppo_kl", "entropy"))
         }
         found = []
-        for stage, ends in (("loss", ("loss", "clipfrac", "ppo_kl", "entropy")), ("gradient", ("grad_norm",))):
-            own = {name: apart for name, apart in sums.items() if name.endswith(ends)}
+        of_first = {name for name in sums if "/first_" in name}
+        losses = ("loss", "clipfrac", "ppo_kl", "entropy")
+        for stage, update, ends in (
+            ("loss", " of update 1", ("/first_loss",)),
+            ("gradient", " of update 1", ("/first_grad_norm",)),
+            ("loss", "", losses),
+            ("gradient", "", ("grad_norm",)),
+        ):
+            named = of_first if update else sums.keys() - of_first
+            own = {name: sums[name] for name in sorted(named) if name.endswith(ends)}
             name = max(own, key=lambda key: own[key], default="")
             if name:
                 text = f"{name}: {again[name]:.9g} here, {recorded[name]:.9g} trained"
-                found.append(ReplayStage(stage, own[name], self._bound(usual), text))
+                found.append(ReplayStage(f"{stage}{update}", own[name], self._bound(usual), text))
+            if update:
+                continue
             if (formula := again.get(f"check/{stage}")) is not None:
                 found.append(ReplayStage(f"{stage}, by plain formulas", formula, 10 * usual, f"check/{stage}"))
         return found

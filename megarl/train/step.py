@@ -113,8 +113,9 @@ class OnlineSteps:
         services, weights, models = self.services, self.services.weights, self.rank.models
         groups = services.rollouts.groups(state, Published(weights.version, weights.step))
         if not groups.trajectories:
+            rollout = groups.rollout_ids[-1] if groups.rollout_ids else f"of step {state.step + 1}"
             raise NonRetryableError(
-                f"rollout {groups.rollout_ids[-1]} left nothing to train on: {groups.report.dropped}; "
+                f"rollout {rollout} left nothing to train on: {groups.report.dropped}; "
                 f"{'; '.join(groups.report.messages)}"
             )
         self.rank.reporter.dropped(state.step + 1, groups.report.messages)

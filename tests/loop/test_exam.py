@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 import pytest
 
 from megarl.exam.areas import faults, find
-from megarl.exam.runner import Exam, Runner
+from megarl.exam.exam_page import page
+from megarl.exam.runner import Exam, ExamResult, Runner
 from megarl.exam.small_jobs import JOBS
 from tests.system import commands
+
+ROOT = Path(__file__).parents[2]
 
 TENTH = (
     "groups-of-one", "question-not-rendered", "logp-renormalised", "window-one-short", "last-batch-dropped",
@@ -49,3 +54,27 @@ def test_every_fault_has_a_report_an_alarm_and_a_job() -> None:
         assert repository.count("/") == 1 and number.isdecimal(), fault
         assert fault.alarm in known and fault.job in JOBS and (fault.install or fault.prepare), fault
         assert fault.breaks.endswith("."), fault
+
+
+def test_another_trainer_stands_beside_on_the_page(tmp_path: Path) -> None:
+    rows = {"loss": [find("kl-sign"), find("kl-twice")]}
+    results = {
+        "kl-sign": ExamResult(0, 2, [(1, "loss")], [], []),
+        "kl-twice": ExamResult(0, 2, [(1, "entropy")], [], []),
+    }
+    outcomes = {name: {"effect": "loss, 1: 2, not 1", "noticed": ""} for name in ("kl-sign", "kl-twice", "of-before")}
+    outcomes["kl-sign"]["noticed"] = "error: ValueError: a | b"
+    (tmp_path / "peer.json").write_text(json.dumps({"versions": {"trl": "1.16.0"}, "faults": outcomes}))
+    text = page(rows, results, [], tmp_path / "peer.json")
+    assert "**Of 2 faults TRL noticed 1; megarl found 2 and named 1 rightly**\n(trl 1.16.0)." in text
+    assert "| kl-sign | loss, 1: 2, not 1 | error: ValueError: a / b | loss |" in text
+    assert "| kl-twice | loss, 1: 2, not 1 | nothing | entropy |" in text and "of-before" not in text
+
+
+def test_faults_of_another_trainer_are_those_of_the_exam() -> None:
+    source = (ROOT / "benchmarks" / "against" / "trl_faults.py").read_text()
+    names = re.findall(r'Fault\(\s*"([\w-]+)"', source)
+    assert len(names) >= 40 and len(set(names)) == len(names)
+    assert all(find(name) for name in names)
+    kept = json.loads((ROOT / "benchmarks" / "against" / "trl_exam.json").read_text())
+    assert set(kept["faults"]) == set(names)

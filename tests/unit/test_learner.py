@@ -316,7 +316,7 @@ def test_log_probs_of_the_first_update_come_with_it(name: str, changes: Any, inf
 @pytest.mark.parametrize("roles", [["actor"], ["critic", "actor"], ["critic"]])
 def test_every_epoch_makes_the_same_updates_in_order(epochs: int, roles: list[str]) -> None:
     """As verl's ppo_epochs: mini-batches are cut once; log-probs, values and advantages stay those of the step's
-    start. The critic is alone while it warms up."""
+    start. The critic is alone while it warms up. The first update has metrics of its own."""
     critic = "critic" in roles
     made: list[Any] = []
 
@@ -326,7 +326,7 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, roles: list[st
             backward=lambda sequences, units, objective, logp: (
                 made.append((objective.name, units)) or {f"{name}/loss": (1.0, 1.0)}
             ),
-            gradient_norm=lambda: 1.0,
+            gradient_norm=lambda: float(len(made)),
             step=lambda lr: made.append((name, "step")),
             finish_gather=lambda: None,
         )
@@ -346,7 +346,7 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, roles: list[st
     step.updates = [[[0]], [[1]]]
     step.sequences.returns = step.sequences.values
     policy = objectives.policy(algorithms.get(settings.name), settings, step.sequences)
-    learner.update(TrainState(step=5), step, policy, settings)
+    _, metrics = learner.update(TrainState(step=5), step, policy, settings)
     assert made == [
         entry
         for _ in range(epochs)
@@ -355,6 +355,9 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, roles: list[st
         for entry in ((role, units), (role, "step"))
     ]
     assert numbers == [n for n in range(2 * epochs) for _ in roles]
+    for role in roles:  # those of the first update stand alone
+        assert metrics[f"{role}/first_grad_norm"] < metrics[f"{role}/grad_norm"]
+        assert metrics[f"{role}/first_loss"] == 1.0
 
 
 @pytest.mark.parametrize(("offline", "devices"), [(False, 4 + 6), (True, 4)])

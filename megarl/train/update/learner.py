@@ -284,6 +284,7 @@ class Learner:
         updates: list[Sums] = []
         differences: dict[str, float] = {}
         norms: list[float] = []
+        several = len(batch.updates) * config.trainer.ppo_epochs > 1
         of_optimizer = None if witness is None else OptimizerWitness(config.trainer.optimizer, actor_step)
         of_routers = None if witness is None else RouterWitness(batch, actor, config.model.router, number)
         of_critic = None
@@ -319,8 +320,14 @@ class Learner:
                 trained.step(lr)
                 if witness is not None and of_optimizer is not None:
                     of_optimizer.after()
+                name = objective.name
+                own = {f"{name}/grad_norm": (norm, 1.0), f"{name}/lr": (lr, 1.0)}
+                if several and update == 0:  # a mean over updates hides whether a loss or a gradient differed first
+                    own[f"{name}/first_grad_norm"] = (norm, 1.0)
+                    if (total := found.get(f"{name}/loss")) is not None:
+                        found = {**found, f"{name}/first_loss": total}
                 sums.append(found)
-                updates.append({f"{objective.name}/grad_norm": (norm, 1.0), f"{objective.name}/lr": (lr, 1.0)})
+                updates.append(own)
 
         self.inference.enter(Phase.UPDATE)
         self._updates.begin()
