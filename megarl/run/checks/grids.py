@@ -215,11 +215,18 @@ def check_recompute(config: Config, hf_config: Mapping[str, Any]) -> None:
         ConfigError: names the module.
     """
     model, modules = config.model, config.model.recompute_modules
+    sizes = architecture(hf_config).sizes(hf_config)
+    if sizes.deepstack and model.recompute == "full" and not config.trainer.packing:
+        raise ConfigError(
+            f"model.recompute=full with trainer.packing=false: the first {sizes.deepstack} layers of the model of "
+            f"model.path={model.path} add vectors of images, which only packed micro-batches keep until they are "
+            "computed again; set trainer.packing to true, or model.recompute to selective"
+        )
     if model.recompute != "selective":
         return
     if not modules:
         raise ConfigError("model.recompute=selective with model.recompute_modules=[]; set model.recompute to none")
-    missing = lacking(architecture(hf_config).sizes(hf_config))
+    missing = lacking(sizes)
     if absent := [module for module in modules if module in missing]:
         raise ConfigError(
             f"model.recompute_modules={modules}, but the model of model.path={model.path} {missing[absent[0]]}; leave "
