@@ -376,7 +376,11 @@ OURS: dict[str, dict[str, Any]] = {
         "trainer.steps": GSM8K_MATH // 256 * 15,
     },
     "grpo_qwen2_5_vl_7b": {"model.train_vision_tower": False, "trainer.steps": GEOMETRY3K // 512 * 15},
-    "grpo_qwen3_vl_8b": {"model.train_vision_tower": False, "trainer.steps": GEOMETRY3K // 512 * 15},
+    "grpo_qwen3_vl_8b": {
+        "model.recompute": "none",
+        "model.train_vision_tower": False,
+        "trainer.steps": GEOMETRY3K // 512 * 15,
+    },
     "ppo_llama3_1_8b": {"critic.path": "models/Llama-3.1-8B-RM"},
     "grpo_qwen2_5_32b": {"reward.overlong_penalty": 0.5, "trainer.steps": 300},
     "grpo_qwen3_30b_a3b": {"rollout.max_prompt_tokens": 2048},

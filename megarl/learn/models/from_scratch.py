@@ -268,17 +268,20 @@ def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
 def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, Any]:
     """Make the arguments of a vision-language model's config: ``sizes`` of the language model, sizes of the tower,
     token ids."""
-    tower, pairs, levels = config.vision, config.head_dim // 2, config.model_type == DEEPSTACK
-    if not levels:
+    tower, pairs = config.vision, config.head_dim // 2
+    turns = config.model_type == DEEPSTACK
+    # What the last layer adds to images' tokens reaches no other token, and would learn nothing.
+    levels = max(1, min(tower.depth, config.num_hidden_layers - 1, LEVELS))
+    if not turns:
         del sizes["head_dim"]  # this family derives it from hidden_size / num_attention_heads
     dtype, tied = sizes.pop("dtype"), sizes.pop("tie_word_embeddings")
     # For each of height and width, in Qwen's proportions: 16, 24, 24 of 64, or every third one.
-    across = pairs // 3 if levels else pairs * 3 // 8
+    across = pairs // 3 if turns else pairs * 3 // 8
     sizes["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "mrope_section": [pairs - 2 * across, across, across],
-        **({"mrope_interleaved": True} if levels else {}),
+        **({"mrope_interleaved": True} if turns else {}),
     }
     of_family = {
         VISION: {
@@ -287,10 +290,7 @@ def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, A
                 range(tower.full_attention_every - 1, tower.depth, tower.full_attention_every)
             ),
         },
-        DEEPSTACK: {
-            "num_position_embeddings": PLACES,
-            "deepstack_visual_indexes": list(range(min(tower.depth, config.num_hidden_layers, LEVELS))),
-        },
+        DEEPSTACK: {"num_position_embeddings": PLACES, "deepstack_visual_indexes": list(range(levels))},
     }
     start, end, image, video = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + len(VISION_TOKENS))
     return {

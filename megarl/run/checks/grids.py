@@ -133,6 +133,11 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
     """Check that the trainer's tensors divide over the engines' grid, and that vLLM can run this model at the rollouts'
     length."""
     rollout = config.rollout
+    if rollout.pp > 1 and architecture(hf_config).sizes(hf_config).deepstack:
+        raise ConfigError(
+            f"rollout.pp={rollout.pp}, but layers of the model of model.path={config.model.path} add vectors of "
+            "images, which is proven for engines of one stage alone; set rollout.pp to 1 and raise rollout.tp"
+        )
     engines = vllm_layout(
         hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
     )
