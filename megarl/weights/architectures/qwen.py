@@ -157,7 +157,7 @@ QWEN2_5_VL = Architecture(
 )
 
 
-# Qwen3-VL, dense, images only: Qwen3's layers, the first of which add vectors of the tower's middle blocks (DeepStack,
+# Qwen3-VL, dense, images only: Qwen3's layers. The first ones add vectors of the tower's middle blocks (DeepStack,
 # arXiv:2406.04334). Source: ``transformers/models/qwen3_vl/modeling_qwen3_vl.py``; vLLM 0.32
 # ``model_executor/models/qwen3_vl.py``.
 _LEVEL = "visual.deepstack_merger_list.{block}"
