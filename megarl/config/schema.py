@@ -32,7 +32,7 @@ from megarl.config.taskset import TasksetConfig
 
 @dataclass(frozen=True)
 class VisionTowerConfig:
-    """Vision tower of a new model with model_type=qwen2_5_vl; other families have none."""
+    """Vision tower of a new model with model_type=qwen2_5_vl or qwen3_vl; other families have none."""
 
     depth: Count = 2
     """Layers of the vision tower."""
@@ -47,9 +47,10 @@ class VisionTowerConfig:
     spatial_merge_size: Annotated[int, Bound(1, 8)] = 2
     """Patches in each direction that become one image token."""
     window_size: Count = 28
-    """Width and height in pixels of the attention windows, a multiple of ``patch_size`` * ``spatial_merge_size``."""
+    """Width and height in pixels of the attention windows, a multiple of ``patch_size`` * ``spatial_merge_size``;
+    qwen3_vl has none."""
     full_attention_every: Count = 2
-    """Interval of layers whose attention sees the whole image; other layers see a window."""
+    """Interval of layers whose attention sees the whole image; other layers see a window. In qwen3_vl all see it."""
     max_image_tokens: Annotated[int, Bound(1, 16384)] = 16
     """Most tokens of an image; the processor shrinks larger images."""
 
@@ -81,12 +82,12 @@ class FromScratchConfig:
     initializer_range: Annotated[float, Bound(0, 10, above=True)] = 0.05
     """Standard deviation of the initial weights."""
     vision: VisionTowerConfig = field(default_factory=VisionTowerConfig)
-    """Vision tower, with model_type=qwen2_5_vl."""
+    """Vision tower, with model_type=qwen2_5_vl or qwen3_vl."""
 
     @property
     def sees(self) -> bool:
         """True if the model has a vision tower."""
-        return self.model_type == "qwen2_5_vl"
+        return self.model_type in ("qwen2_5_vl", "qwen3_vl")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Imports of users' Python files, and of libraries without parts that they do not need.
 
-transformers' Qwen2.5-VL processor contains a video processor, and fails without torchvision. torchvision has no CPU
-build on the package index, and megarl takes images only.
+transformers' processors of Qwen2.5-VL and Qwen3-VL contain a video processor, and fail without torchvision.
+torchvision has no CPU build on the package index, and megarl takes images only.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def reasoning_gym() -> ModuleType:
 
 
 def do_without_videos() -> None:
-    """If torchvision is missing, build Qwen2.5-VL's processor from image processor and tokenizer alone.
+    """If torchvision is missing, build processors of Qwen2.5-VL and Qwen3-VL from image processor and tokenizer alone.
 
     Call it in every process that opens a processor; a second call changes nothing. Takes 0.04 s.
     """
@@ -76,15 +76,22 @@ def do_without_videos() -> None:
 
     if is_torchvision_available():
         return
-    from transformers.models.qwen2_5_vl import processing_qwen2_5_vl
+    from transformers.models.qwen2_5_vl.processing_qwen2_5_vl import Qwen2_5_VLProcessor
     from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as pil
+    from transformers.models.qwen3_vl.processing_qwen3_vl import Qwen3VLProcessor
     from transformers.processing_utils import VideosKwargs
 
-    processor: Any = processing_qwen2_5_vl.Qwen2_5_VLProcessor
-    processor.__init__ = _init
-    processor.video_processor = SimpleNamespace(valid_kwargs=VideosKwargs)  # vLLM reads the names of its arguments
+    processors: tuple[Any, ...] = (Qwen2_5_VLProcessor, Qwen3VLProcessor)
+    for processor in processors:
+        processor.__init__ = _init
+        # vLLM reads the names of its arguments, and for Qwen3-VL sizes of videos, which it then makes none of.
+        processor.video_processor = SimpleNamespace(valid_kwargs=VideosKwargs, size=VIDEO, temporal_patch_size=2)
     # vLLM imports smart_resize from the module that needs torchvision; this module has the same function.
     sys.modules.setdefault(f"{pil.__package__}.image_processing_qwen2_vl", pil)
+
+
+VIDEO = {"shortest_edge": 128 * 32 * 32, "longest_edge": 32 * 32 * 768}
+"""Fewest and most pixels of a video, transformers' defaults for Qwen3-VL."""
 
 
 # transformers reads the processor's parts from this signature.

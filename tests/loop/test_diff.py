@@ -34,7 +34,7 @@ TEMPLATE = "{% for m in messages %}t7 {{ m.content }}{% endfor %}"
 def compared(family: str, folder: Path, zygote: Zygote, name: str | None = None, **settings: Any) -> Diff:
     """The family's tiny model on both sides, with the seeded cause ``name`` in the engine."""
     path, seeded = folder / "model", None if name is None else CAUSES[name]
-    (save_qwen_processor if "vision_config" in FAMILIES[family][1] else save_tokenizer)(path)
+    save_qwen_processor(path, family) if "vision_config" in FAMILIES[family][1] else save_tokenizer(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
     hf_model(family, **SIZES.get(family.removesuffix("_unbiased"), {})).save_pretrained(path)
     options = {} if seeded is None else seeded.options

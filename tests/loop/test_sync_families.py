@@ -68,6 +68,13 @@ SIZES: dict[str, dict[str, Any]] = {
         "vision_config": {**FAMILIES["qwen2_5_vl"][1]["vision_config"], "out_hidden_size": 128},
     },
     "qwen3": _ENGINE_SIZES,
+    "qwen3_vl": {
+        "text_config": {
+            **{**FAMILIES["qwen3_vl"][1]["text_config"], **_HIDDEN_128, "head_dim": 32},
+            "rope_parameters": {"rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True},
+        },
+        "vision_config": {**FAMILIES["qwen3_vl"][1]["vision_config"], "out_hidden_size": 128},
+    },
     "mixtral": _HIDDEN_128,
     "qwen3_moe": _ENGINE_SIZES,
     "qwen3_moe_mixed": {**_ENGINE_SIZES, "num_hidden_layers": 3},
@@ -137,6 +144,7 @@ CELLS = (
     Cell("qwen2", PP2, {"tp": 2}),
     Cell("qwen2_5_vl", PP2, {"tp": 2}),
     Cell("qwen3", PP2, {"tp": 2}),
+    Cell("qwen3_vl", TP2, {"tp": 2}),
     Cell("mixtral", TP2_EP2),
     Cell("qwen3_moe", EP2, EXPERTS, forked=False),  # started as a job does it, in interpreters of their own
     Cell("qwen3_moe", TP2, EXPERTS, changes={"num_experts": 7}),  # four experts on one worker, three on the other
@@ -204,7 +212,7 @@ def engine_of(
     cell: Cell, folder: Path, zygote: Zygote, options: tuple[str, ...] = (), timeout_s: float = 60.0
 ) -> Iterator[tuple[RunningEngine, Ranks, PreTrainedModel]]:
     path, sees = folder / "model", "vision_config" in FAMILIES[cell.family][1]
-    (save_qwen_processor if sees else save_tokenizer)(path)
+    save_qwen_processor(path, FAMILIES[cell.family][0]) if sees else save_tokenizer(path)
     made = hf_model(cell.family, **{**SIZES[cell.family], **cell.changes})
     made.save_pretrained(path)
     config = Config(

@@ -34,6 +34,7 @@ from tests.loop.vision_models import (
     picture,
     save_tiny_idefics3,
     save_tiny_qwen2_5_vl,
+    save_tiny_qwen3_vl,
     transformers_logp,
 )
 from tests.loop.zygote import Zygote
@@ -50,14 +51,16 @@ QWEN = ModelConfig(min_image_pixels=2 * QWEN_UNIT**2, max_image_pixels=6 * QWEN_
 """Other limits than the processor's own."""
 
 
-@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl"])
+@pytest.fixture(scope="module", params=["idefics3", "qwen2_5_vl", "qwen3_vl"])
 def engine(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, zygote: Zygote
 ) -> Iterator[RunningEngine]:
     directory = tmp_path_factory.mktemp("vision")
-    save, model = {"idefics3": (save_tiny_idefics3, ModelConfig()), "qwen2_5_vl": (save_tiny_qwen2_5_vl, QWEN)}[
-        request.param
-    ]
+    save, model = {
+        "idefics3": (save_tiny_idefics3, ModelConfig()),
+        "qwen2_5_vl": (save_tiny_qwen2_5_vl, QWEN),
+        "qwen3_vl": (save_tiny_qwen3_vl, QWEN),
+    }[request.param]
     model = replace(model, path=str(save(directory / "model")))
     rollout = RolloutConfig(
         max_prompt_tokens=128, max_response_tokens=16, max_num_seqs=16, kv_cache_bytes=2**26, start_timeout_s=240.0

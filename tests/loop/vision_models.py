@@ -1,5 +1,5 @@
 """Tiny vision-language models with all their files. Idefics3: of what vLLM has, its kind needs neither torchvision nor
-mistral_common. Qwen2.5-VL: the family that megarl trains."""
+mistral_common. Qwen2.5-VL and Qwen3-VL: the families that megarl trains."""
 
 from __future__ import annotations
 
@@ -22,6 +22,9 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
 )
 
 from megarl.core.imports import do_without_videos
@@ -62,24 +65,35 @@ def word_tokenizer(special: tuple[str, ...], **roles: str) -> PreTrainedTokenize
 
 def save_tiny_qwen2_5_vl(path: Path, seed: int = 0, *, max_vectors: int = 16) -> Path:
     """An HF checkpoint directory as :func:`save_tiny_idefics3`; an image has at most ``max_vectors`` vectors."""
-    save_qwen_processor(path, max_vectors=max_vectors)
+    return _save_qwen(path, "qwen2_5_vl", seed, max_vectors)
+
+
+def save_tiny_qwen3_vl(path: Path, seed: int = 0) -> Path:
+    """The same of a Qwen3-VL, of whose layers the first two add vectors of images."""
+    return _save_qwen(path, "qwen3_vl", seed, 16)
+
+
+def _save_qwen(path: Path, family: str, seed: int, max_vectors: int) -> Path:
+    save_qwen_processor(path, family, max_vectors=max_vectors)
     torch.manual_seed(seed)
-    Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(**QWEN_SIZES)).float().save_pretrained(path)
+    config_class, model_class, _, sizes = QWEN[family]
+    model_class(config_class(**sizes)).float().save_pretrained(path)
     return path
 
 
-def save_qwen_processor(path: Path, *, max_vectors: int = 16) -> Path:
-    """The files of a tiny Qwen2.5-VL without its weights."""
+def save_qwen_processor(path: Path, family: str = "qwen2_5_vl", *, max_vectors: int = 16) -> Path:
+    """The files of a tiny model of the family without its weights."""
     do_without_videos()
+    config_class, model_class, processor_class, sizes = QWEN[family]
     images = Qwen2VLImageProcessorPil(
         size={"shortest_edge": QWEN_UNIT**2, "longest_edge": QWEN_UNIT**2 * max_vectors}, patch_size=14, merge_size=2
     )
-    Qwen2_5_VLProcessor(
+    processor_class(
         image_processor=images,
         tokenizer=word_tokenizer(QWEN_SPECIAL, eos_token="<eos>", pad_token="<pad>"),
         chat_template=QWEN_TEMPLATE,
     ).save_pretrained(path)
-    config = Qwen2_5_VLConfig(**QWEN_SIZES, architectures=["Qwen2_5_VLForConditionalGeneration"])
+    config = config_class(**sizes, architectures=[model_class.__name__])
     (path / "config.json").write_text(json.dumps(config.to_dict()))
     return path
 
@@ -119,6 +133,26 @@ QWEN_SIZES: dict[str, Any] = {
     "vision_end_token_id": QWEN_IMAGE - 1,
     "tie_word_embeddings": False,
 }
+_WINDOWS = ("window_size", "fullatt_block_indexes")
+QWEN3_SIZES: dict[str, Any] = {
+    **QWEN_SIZES,
+    "text_config": {
+        **QWEN_SIZES["text_config"],
+        "head_dim": 32,
+        "rope_parameters": {
+            **{"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5], "mrope_interleaved": True}
+        },
+    },
+    "vision_config": {
+        **{key: value for key, value in QWEN_SIZES["vision_config"].items() if key not in _WINDOWS},
+        **{"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
+    },
+}
+QWEN: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
+    "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor, QWEN_SIZES),
+    "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor, QWEN3_SIZES),
+}
+"""``model_type`` -> transformers' configuration, model and processor, and the configuration's arguments."""
 
 
 def save_tiny_idefics3(path: Path, seed: int = 0) -> Path:
@@ -179,11 +213,12 @@ def transformers_logp(
     expanded. ``pixels``: fewest and most of an image, in place of the processor's own (both or none)."""
     decoded = [Image.open(io.BytesIO(image)).convert("RGB") for image in images]
     ids = torch.tensor([[*prompt_ids.tolist(), *response_ids.tolist()]])
-    if json.loads((path / "config.json").read_text())["model_type"] == "qwen2_5_vl":
+    if (family := json.loads((path / "config.json").read_text())["model_type"]) in QWEN:
         do_without_videos()
-        model: Any = Qwen2_5_VLForConditionalGeneration.from_pretrained(path, dtype=torch.float32)
+        _, model_class, processor_class, _ = QWEN[family]
+        model: Any = model_class.from_pretrained(path, dtype=torch.float32)
         size = {} if None in pixels else {"size": dict(zip(("shortest_edge", "longest_edge"), pixels, strict=True))}
-        made = Qwen2_5_VLProcessor.from_pretrained(path).image_processor(decoded, return_tensors="pt", **size)
+        made = processor_class.from_pretrained(path).image_processor(decoded, return_tensors="pt", **size)
         inputs = {name: made[name] for name in ("pixel_values", "image_grid_thw")}
         inputs["mm_token_type_ids"] = (ids == QWEN_IMAGE).int()
     else:

@@ -129,6 +129,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3": ("qwen3", {**_DENSE, "head_dim": 24}),
+    "qwen3_vl": (  # as a language model; its images are in vision.py. Two layers add vectors of images.
+        "qwen3_vl",
+        {
+            "text_config": {
+                **{**_DENSE, "head_dim": 24, "num_hidden_layers": 8},
+                "rope_parameters": {**_ROPE, "mrope_section": [6, 3, 3], "mrope_interleaved": True},
+            },
+            "vision_config": {
+                **{"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64},
+                **{"patch_size": 14, "spatial_merge_size": 2, "num_position_embeddings": 25},
+                "deepstack_visual_indexes": [0, 2],
+            },
+            **{"image_token_id": 4, "video_token_id": 5, "vision_start_token_id": 2, "vision_end_token_id": 3},
+            "tie_word_embeddings": False,
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", _DELTA),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",

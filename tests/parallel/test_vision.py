@@ -1,5 +1,5 @@
-"""Qwen2.5-VL on every grid: log-probs, loss and gradients of transformers, tower frozen and trained, packed and padded;
-and the same HF file again."""
+"""Families with images on every grid: log-probs, loss and gradients of transformers, tower frozen and trained, packed
+and padded; and the same HF file again."""
 
 from __future__ import annotations
 
@@ -26,19 +26,22 @@ LAYOUTS = {
     "padded": TrainerConfig(packing=False, micro_batch_size=2),
 }
 CASES = [
-    (grid, layout, trained, recompute)
+    (family, grid, layout, trained, recompute)
+    for family in (vision.DEEPSTACK, vision.FAMILY)
     for grid in GRIDS
     for layout in LAYOUTS
     for trained, recompute in ((False, "none"), (True, "none"), (True, "full"))
     if recompute == "none" or layout == "packed"
 ]
-"""Grid, layout, tower trained, recomputation."""
+"""Family, grid, layout, tower trained, recomputation."""
 
 
-def in_every_run(case: tuple[str, str, bool, str]) -> bool:
+def in_every_run(case: tuple[str, str, str, bool, str]) -> bool:
     """Whether ``make test`` measures it; ``make soak`` measures all. A frozen tower is the trained one without its own
     gradients."""
-    grid, layout, trained, recompute = case
+    family, grid, layout, trained, recompute = case
+    if family == vision.DEEPSTACK:  # for the rest its tower is like the other one
+        return (trained and grid in ("one process", "PP2")) or (layout == "packed" and trained and grid == "TP2 + SP")
     if recompute == "full":
         return grid in ("one process", "CP2")
     return trained or (layout == "packed" and grid in ("one process", "TP2 + SP", "PP2"))
@@ -57,8 +60,9 @@ MEASURED = [case for case in CASES if SOAK or in_every_run(case)]
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("vision")
-    vision.save(folder / "model")
-    vision_adapters.save(folder / "model")
+    for family in (vision.FAMILY, vision.DEEPSTACK):
+        vision.save(folder / family, family)
+        vision_adapters.save(folder / family, family)
     vision_scores.save(folder / "scores")
     return folder
 
@@ -82,9 +86,7 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
     from megarl.weights.reshard.plan import build_plan
     from tests.parallel.parity import gradient_errors, whole_gradients
 
-    path, found = Path(root) / "model", {}
-    hf_config = hf.read_hf_config(path)
-    expected = torch.load(path / "expected.pt", weights_only=False)
+    found: dict[Any, Any] = {}
     sequences = vision.sequences()
     objective = objectives.policy(algorithms.get("sft"), AlgorithmConfig(name="sft"), sequences)
     for grid, parallel in GRIDS.items():
@@ -92,7 +94,10 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
             continue
         parallel = replace(parallel, backend=backend)
         process_groups.initialize(parallel, seed=1)
-        for trained, recompute in dict.fromkeys((c[2], c[3]) for c in MEASURED if c[0] == grid):
+        for family, trained, recompute in dict.fromkeys((c[0], c[3], c[4]) for c in MEASURED if c[1] == grid):
+            path = Path(root) / family
+            hf_config = hf.read_hf_config(path)
+            expected = torch.load(path / "expected.pt", weights_only=False)
             settings = ModelConfig(path=str(path), train_vision_tower=trained, recompute=recompute)  # type: ignore[arg-type]
             head = Head(VOCAB)
             limits = micro_batching_for(parallel, LAYOUTS["packed"])
@@ -105,9 +110,9 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
                 }
                 for v, c in enumerate(actor.model.chunks)
             ]
-            for case in [c for c in MEASURED if c[0] == grid and c[2:] == (trained, recompute)]:
+            for case in [c for c in MEASURED if (c[0], c[1], *c[3:]) == (family, grid, trained, recompute)]:
                 actor.model.load_hf(path)
-                actor.model.micro_batching = micro_batching_for(parallel, LAYOUTS[case[1]])
+                actor.model.micro_batching = micro_batching_for(parallel, LAYOUTS[case[2]])
                 batches = actor.model.micro_batches(sequences)
                 logp = actor.model.outputs(sequences, [batches])
                 everyone: list[Any] = [None] * world
@@ -138,14 +143,16 @@ def on_grid(rank: int, root: str, world: int, backend: Literal["gloo", "nccl"] =
             if trained and recompute == "none":
                 actor.model.load_hf(path)
                 plan = build_plan(actor.model.layout, hf_layout(hf_config))
-                hf.export_hf(plan, rank, actor.model.proven_tensors(), path, Path(root) / f"again {grid}")
-        if grid in SCORED:
+                hf.export_hf(plan, rank, actor.model.proven_tensors(), path, Path(root) / f"{family} again {grid}")
+        if grid in SCORED:  # the last family's actor
             actor.model.load_hf(path)
             cases = [(LAYOUTS[layout], trained) for layout, trained in SCORED[grid]]
             found[grid] = vision_scores.on_grid(rank, Path(root), grid, parallel, actor, cases)
         if grid == ADAPTED:
             limits = micro_batching_for(parallel, LAYOUTS["packed"])
-            found["adapters"] = vision_adapters.on_grid(rank, path, parallel, limits)
+            for family in vision_adapters.OF:
+                adapted = vision_adapters.on_grid(rank, Path(root) / family, family, parallel, limits)
+                found["adapters", family] = adapted
         parallel_state.destroy_model_parallel()
     return found
 
@@ -164,29 +171,30 @@ def errors(root: Path) -> dict[Any, list[dict[str, Any]]]:
 @pytest.mark.parametrize(
     "case",
     [pytest.param(case, marks=() if in_every_run(case) else pytest.mark.soak) for case in CASES],
-    ids=lambda c: f"{c[0]} | {c[1]} | tower {'trained' if c[2] else 'frozen'} | {c[3]}",
+    ids=lambda c: f"{c[0]} | {c[1]} | {c[2]} | tower {'trained' if c[3] else 'frozen'} | {c[4]}",
 )
 def test_outputs_and_gradients_equal_transformers(errors: dict[Any, list[dict[str, Any]]], case: Any) -> None:
     for rank in errors[case]:
         assert rank["logp"] < TOLERANCE
         assert rank["loss"] < TOLERANCE
         assert rank["gradient"] < TOLERANCE, f"{rank['where']}: gradient off by {rank['gradient']:.1e}"
-        assert all(rank["moved"]) if case[2] else not any(rank["moved"])
+        assert all(rank["moved"]) if case[3] else not any(rank["moved"])
     assert any(rank["moved"] for rank in errors[case]), "some rank has the tower"
 
 
-def test_adapters_of_tower_and_language_model_equal_peft(errors: dict[Any, list[dict[str, Any]]]) -> None:
-    for rank in errors["adapters"]:
+@pytest.mark.parametrize("family", vision_adapters.OF)
+def test_adapters_of_tower_and_language_model_equal_peft(errors: dict[Any, list[dict[str, Any]]], family: str) -> None:
+    for rank in errors["adapters", family]:
         assert max(rank["logp"], rank["loss"]) < TOLERANCE
         assert rank["gradient"] < TOLERANCE, f"{rank['where']}: gradient off by {rank['gradient']:.1e}"
         assert rank["moved"], "an update changes every A and B, and nothing of the model itself"
 
 
-@pytest.mark.parametrize("grid", GRIDS)
-def test_the_same_file_comes_out(errors: dict[Any, Any], root: Path, grid: str) -> None:
+@pytest.mark.parametrize(("family", "grid"), list(dict.fromkeys(case[:2] for case in MEASURED)))
+def test_the_same_file_comes_out(errors: dict[Any, Any], root: Path, family: str, grid: str) -> None:
     from safetensors.torch import load_file
 
-    given, again = (load_file(root / folder / "model.safetensors") for folder in ("model", f"again {grid}"))
+    given, again = (load_file(root / folder / "model.safetensors") for folder in (family, f"{family} again {grid}"))
     assert given.keys() == again.keys()
     assert all(torch.equal(tensor, again[name]) for name, tensor in given.items())
 
@@ -210,7 +218,7 @@ def test_the_same_score_model_comes_out(errors: dict[Any, Any], root: Path, grid
     assert all(torch.equal(tensor, again[name]) for name, tensor in given.items())
 
 
-def in_bfloat16(rank: int, path: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def in_bfloat16(rank: int, path: str, family: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Runs in a rank: the tower's frequencies in a bfloat16 model, those that transformers computes, its vectors."""
     from megarl.learn.models.gpt import build_chunks, unwrap
     from megarl.learn.parallel import process_groups
@@ -221,13 +229,14 @@ def in_bfloat16(rank: int, path: str) -> tuple[torch.Tensor, torch.Tensor, torch
     [chunk] = build_chunks(hf_config, ModelConfig(path=path, dtype="bfloat16"), ParallelConfig())
     tower = unwrap(chunk).visual
     assert all(p.dtype is torch.bfloat16 for p in tower.parameters())
-    own = vision.hf_model(vision.FAMILY).model.visual.rotary_pos_emb.inv_freq
+    own = vision.hf_model(family).model.visual.rotary_pos_emb.inv_freq
     return tower.rotary_pos_emb.inv_freq, own, own.bfloat16().float()
 
 
-def test_a_bfloat16_tower_has_its_frequencies_in_float32(root: Path) -> None:
+@pytest.mark.parametrize("family", vision_adapters.OF)
+def test_a_bfloat16_tower_has_its_frequencies_in_float32(root: Path, family: str) -> None:
     """In bfloat16 a patch 80 rows down would be turned by 0.15 rad too much."""
-    [(found, expected, rounded)] = run_grid(1, in_bfloat16, str(root / "model"))
+    [(found, expected, rounded)] = run_grid(1, in_bfloat16, str(root / family), family)
     assert found.dtype is torch.float32 and torch.equal(found, expected) and not torch.equal(found, rounded)
 
 

@@ -1,4 +1,4 @@
-"""A tiny Qwen2.5-VL, sequences with images, and what plain transformers makes of them."""
+"""Tiny models of the families with images, sequences with images, and what plain transformers makes of them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from megarl.learn.batching.images import Image
 
 FAMILY = "qwen2_5_vl"
+DEEPSTACK = "qwen3_vl"
+"""Family whose first layers add vectors of images."""
 IMAGE, MERGE = 4, 2
 PATCH = 3 * 2 * 14 * 14
 """Numbers of a patch."""
@@ -88,12 +90,12 @@ def transformers_logp(model: Any) -> torch.Tensor:
     return torch.cat(parts).masked_fill(~made.mask, 0.0)
 
 
-def save(path: Path) -> Path:
+def save(path: Path, family: str = FAMILY) -> Path:
     """The model as an HF checkpoint, with ``expected.pt``: its log-probs, and the gradients of their mean by HF name,
     with the tower frozen and trained alike."""
     from tests.parallel.parity import gradients_by_file
 
-    model = hf_model(FAMILY)
+    model = hf_model(family)
     model.save_pretrained(path)
     logp = transformers_logp(model)
     count = int(sequences().mask.sum())

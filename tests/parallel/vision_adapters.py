@@ -1,7 +1,9 @@
-"""Adapters of the tiny Qwen2.5-VL, tower and language model: PEFT's on transformers' class, and megarl's on a grid."""
+"""Adapters of the tiny models with images, tower and language model: PEFT's on transformers' class, megarl's on a
+grid."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +22,36 @@ LORA = LoraConfig(
     rank_pattern={"blocks.1.attn.qkv": 3},
     alpha_pattern={"visual.*proj": 5.0},
 )
+OF = {
+    vision.FAMILY: LORA,
+    vision.DEEPSTACK: replace(
+        LORA,
+        targets=[
+            "all-linear",
+            "attn.qkv",
+            "attn.proj",
+            "visual.merger.linear_fc1",
+            "deepstack_merger_list.1.linear_fc2",
+        ],
+    ),
+}
 EXPECTED = "expected_of_adapter.pt"
 
 
-def save(path: Path) -> None:
+def save(path: Path, family: str) -> None:
     """Write an adapter in PEFT's files beside the model in ``path``, and ``EXPECTED``: log-probs, loss and gradients of
     A's and B's by HF name."""
-    folder = peft_twin.save_adapter(path, LORA)
-    model = peft_twin.of_files(hf_model(vision.FAMILY), folder)
+    folder = peft_twin.save_adapter(path, OF[family])
+    model = peft_twin.of_files(hf_model(family), folder)
     logp = vision.transformers_logp(model)
     loss = -logp.sum() / int(vision.sequences().mask.sum())
     loss.backward()
     trained = {name: p.grad.clone() for name, p in model.named_parameters() if p.requires_grad}
-    gradients = peft_twin.by_file(model, trained, ARCHITECTURES[vision.FAMILY])
+    gradients = peft_twin.by_file(model, trained, ARCHITECTURES[family])
     torch.save({"logp": logp.detach(), "loss": loss.item(), "gradients": gradients}, path / EXPECTED)
 
 
-def on_grid(rank: int, path: Path, parallel: ParallelConfig, limits: Any) -> dict[str, Any]:
+def on_grid(rank: int, path: Path, family: str, parallel: ParallelConfig, limits: Any) -> dict[str, Any]:
     """Runs in each rank, on the grid in place: errors against ``EXPECTED``, and whether every A and B moved while the
     model itself did not."""
     import torch.distributed as dist
@@ -52,7 +67,7 @@ def on_grid(rank: int, path: Path, parallel: ParallelConfig, limits: Any) -> dic
     from tests.parallel.parity import gradient_errors, whole_gradients
 
     hf_config, expected = hf.read_hf_config(path), torch.load(path / EXPECTED, weights_only=False)
-    settings = ModelConfig(path=str(path), lora=LORA)
+    settings = ModelConfig(path=str(path), lora=OF[family])
     actor = TrainedModel(hf_config, settings, parallel, Head(VOCAB), limits, OptimizerConfig(lr=1e-2))
     model, adapters = actor.model, actor.model.adapters
     assert adapters is not None

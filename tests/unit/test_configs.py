@@ -46,6 +46,7 @@ NODES = {
     "grpo_qwen2_5_7b": 1,
     "grpo_qwen3_8b": 1,
     "grpo_qwen2_5_vl_7b": 1,
+    "grpo_qwen3_vl_8b": 1,
     "mix_qwen2_5_7b": 1,
     "dpo_llama3_1_8b": 1,
     "ppo_llama3_1_8b": 1,
@@ -451,9 +452,10 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_tokenizer(folder / "tokenizer", FromScratchConfig(max_position_embeddings=65536))
     tower = VisionTowerConfig(patch_size=14, max_image_tokens=16384)
     seeing = FromScratchConfig(model_type="qwen2_5_vl", max_position_embeddings=65536, vision=tower)
-    write_tokenizer(folder / "processor", seeing)
+    write_tokenizer(folder / "qwen2_5_vl", seeing)
+    write_tokenizer(folder / "qwen3_vl", replace(seeing, model_type="qwen3_vl", vision=replace(tower, patch_size=16)))
     for name in [*MODELS, "Llama-3.1-8B-RM"]:
-        kind = "processor" if "-VL-" in name else "tokenizer"
+        kind = published_config(name)["model_type"] if "-VL-" in name else "tokenizer"
         write_model(Path(shutil.copytree(folder / kind, folder / "models" / name)), published_config(name))
     return folder
 
@@ -462,7 +464,7 @@ def write_tokenizer(folder: Path, config: FromScratchConfig) -> None:
     from megarl.learn.models.from_scratch import SPECIAL_TOKENS, VISION_TOKENS, save_tokenizer, train_tokenizer
 
     texts = [text for rows in PUBLISHED.values() for row in rows for text in map(str, row.values())] + [DOCS]
-    special = (*SPECIAL_TOKENS, *(VISION_TOKENS if config.model_type == "qwen2_5_vl" else ()))
+    special = (*SPECIAL_TOKENS, *(VISION_TOKENS if config.sees else ()))
     save_tokenizer(train_tokenizer(texts, 400, special=special), folder, config)
 
 

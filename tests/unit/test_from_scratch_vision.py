@@ -13,15 +13,23 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
-from transformers import AutoProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
+from transformers import (
+    AutoProcessor,
+    AutoTokenizer,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3VLForConditionalGeneration,
+)
 
 from megarl.config.schema import FromScratchConfig, VisionTowerConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.learn.models.from_scratch import MODELS, VISION, VISION_TOKENS, create
+from megarl.learn.models.from_scratch import DEEPSTACK, IMAGE, VISION, VISION_TOKENS, create
 from megarl.run.run_dir.prepare import model_recipe, with_prompt_limit
 from megarl.tasks import ChatTokenizer, chat_messages, generate, read_rows
 from megarl.tasks.image_processor import Processor
+from megarl.weights.architectures import architecture
+from megarl.weights.checkpoint.formats.hf import read_hf_config
+from megarl.weights.checkpoint.formats.hf_source import open_hf
 from tests.unit.small_job import config_of
 
 SMALL = FromScratchConfig(
@@ -38,6 +46,23 @@ TEXT_MODELS = {
     "mistral": "748b15ace622065c",
 }
 """Digests of the tokenizer's files and config.json of text models, as they were before there was a vision tower."""
+
+
+@torch.no_grad()
+def test_a_qwen3_vl_is_made_too(tmp_path: Path) -> None:
+    """It has a head of its own width, and the table that megarl reads its files by."""
+    small = replace(SMALL, model_type=DEEPSTACK, head_dim=24, num_hidden_layers=3)
+    create(tmp_path / "model", small, CORPUS, seed=1)
+    path, hf_config = tmp_path / "model", read_hf_config(tmp_path / "model")
+    assert hf_config["rope_parameters"]["mrope_section"] == [4, 4, 4]
+    assert hf_config["vision_config"]["deepstack_visual_indexes"] == [0, 1]
+    assert open_hf(path).shapes == architecture(hf_config).tensors(hf_config)
+    model = Qwen3VLForConditionalGeneration.from_pretrained(path).eval()
+    processor, logits = AutoProcessor.from_pretrained(path), []
+    for seed in (28, 29):
+        image = Image.open(io.BytesIO(picture(seed))).resize((28, 28))
+        logits.append(model(**processor(text=[f"{IMAGE}How"], images=[[image]], return_tensors="pt")).logits[0, -1])
+    assert float((logits[0] - logits[1]).abs().max()) > 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +168,7 @@ def test_sizes_that_do_not_fit_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("model_type", sorted(set(MODELS) - {VISION}))
+@pytest.mark.parametrize("model_type", sorted(TEXT_MODELS))
 def test_files_of_text_models_are_those_from_before(model_type: str, tmp_path: Path) -> None:
     config = FromScratchConfig(model_type=model_type, num_hidden_layers=1)
     create(tmp_path / "m", config, ["What is 12 + 34 =", "a b"], 3, "xyz")

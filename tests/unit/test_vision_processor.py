@@ -43,6 +43,7 @@ from megarl.train.batch.images import ImageInputs, demonstrations_of
 from megarl.train.rollout.reading import NodeReader, RolloutReader
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from tests.loop.vision_models import (
+    QWEN,
     QWEN_IMAGE,
     QWEN_SIZES,
     QWEN_UNIT,
@@ -91,8 +92,10 @@ def config_of(path: Path, **changes: Any) -> Config:
     return replace(Config(model=ModelConfig(path=str(path)), rollout=rollout, taskset=taskset), **changes)
 
 
-def test_a_processor_is_made_without_torchvision_and_twice_is_once(model: Path) -> None:
+@pytest.mark.parametrize("family", QWEN)
+def test_a_processor_is_made_without_torchvision_and_twice_is_once(tmp_path: Path, family: str) -> None:
     """In a process of its own: others here may have made it work."""
+    model = save_qwen_processor(tmp_path, family)
     program = (
         "from megarl.core.imports import do_without_videos\n"
         "do_without_videos(); do_without_videos()\n"
@@ -106,7 +109,7 @@ def test_a_processor_is_made_without_torchvision_and_twice_is_once(model: Path) 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     kind, *_, modelling = done.stdout.split()
-    assert kind == "Qwen2_5_VLProcessor" and "(56, 84)" in done.stdout and modelling == "False", done.stdout
+    assert kind == QWEN[family][2].__name__ and "(56, 84)" in done.stdout and modelling == "False", done.stdout
 
 
 @pytest.mark.parametrize("limits", [(None, None), (None, 4 * UNIT), (4 * UNIT, None), (3 * UNIT, 5 * UNIT)])

@@ -30,6 +30,9 @@ from transformers import (
     Qwen2VLImageProcessorPil,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
 )
 from transformers.utils import logging
 
@@ -41,15 +44,15 @@ from megarl.core.imports import do_without_videos
 PAD, UNK, USER, ASSISTANT, END = SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>")
 """Ids 0..4. ``<|end|>`` is the end-of-sequence token. A character outside the corpus becomes ``<|unk|>``."""
 
-VISION = "qwen2_5_vl"
-"""Model family that takes images."""
+VISION, DEEPSTACK = "qwen2_5_vl", "qwen3_vl"
+"""Model families that take images."""
 VISION_TOKENS = VISION_START, VISION_END, IMAGE, VIDEO = (
     "<|vision_start|>",
     "<|vision_end|>",
     "<|image_pad|>",
     "<|video_pad|>",
 )
-"""Special tokens of this family, with ids 5..8. The processor repeats ``<|image_pad|>`` once for each vector."""
+"""Special tokens of these families, with ids 5..8. The processor repeats ``<|image_pad|>`` once for each vector."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'user' %}{{ '<|user|>' + message.content }}{% elif "
@@ -164,19 +167,19 @@ def _quiet() -> Iterator[None]:
 def _check_vision(config: FromScratchConfig) -> None:
     """Raise ConfigError if sizes of language model or tower do not fit each other."""
     tower, where = config.vision, "model.from_scratch"
-    if config.head_dim * config.num_attention_heads != config.hidden_size:
+    if config.model_type == VISION and config.head_dim * config.num_attention_heads != config.hidden_size:
         raise ConfigError(
             f"{where}.head_dim={config.head_dim} is not hidden_size / num_attention_heads = {config.hidden_size} / "
             f"{config.num_attention_heads}, as {VISION} has it; set one of the three"
         )
     if config.head_dim % 2 or config.head_dim < 8:
-        raise ConfigError(f"{where}.head_dim={config.head_dim} must be even and at least 8 for {VISION}")
+        raise ConfigError(f"{where}.head_dim={config.head_dim} must be even and at least 8 for {config.model_type}")
     if tower.hidden_size % (4 * tower.num_heads):
         raise ConfigError(
             f"{where}.vision.hidden_size={tower.hidden_size} must be a multiple of 4 * num_heads = "
             f"{4 * tower.num_heads}: each head turns by the row and the column of a patch"
         )
-    if tower.window_size % (unit := tower.patch_size * tower.spatial_merge_size):
+    if config.model_type == VISION and tower.window_size % (unit := tower.patch_size * tower.spatial_merge_size):
         raise ConfigError(
             f"{where}.vision.window_size={tower.window_size} must be a multiple of patch_size * spatial_merge_size = "
             f"{unit}"
@@ -208,9 +211,8 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfig
         merge_size=tower.spatial_merge_size,
         temporal_patch_size=FRAMES,
     )
-    Qwen2_5_VLProcessor(image_processor=images, tokenizer=fast, chat_template=VISION_CHAT_TEMPLATE).save_pretrained(
-        folder
-    )
+    make = Qwen3VLProcessor if config.model_type == DEEPSTACK else Qwen2_5_VLProcessor
+    make(image_processor=images, tokenizer=fast, chat_template=VISION_CHAT_TEMPLATE).save_pretrained(folder)
 
 
 FRAMES = 2
@@ -221,8 +223,13 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "mistral": (MistralConfig, MistralForCausalLM),
     VISION: (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
+    DEEPSTACK: (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
 }
-"""Dense families. They differ in no setting of ``FromScratchConfig`` except the vision tower of one."""
+"""Dense families. They differ in no setting of ``FromScratchConfig`` except the vision towers of two."""
+PLACES = 16 * 16
+"""Rows of a tower's table of positions, which is stretched over each image."""
+LEVELS = 3
+"""Most layers that add vectors of images, as in the published models."""
 
 
 def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
@@ -259,15 +266,31 @@ def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
 
 
 def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, Any]:
-    """Make the arguments of Qwen2.5-VL's config: ``sizes`` of the language model, sizes of the tower, token ids."""
+    """Make the arguments of a vision-language model's config: ``sizes`` of the language model, sizes of the tower,
+    token ids."""
     tower, pairs = config.vision, config.head_dim // 2
-    del sizes["head_dim"]  # this family derives it from hidden_size / num_attention_heads
+    turns = config.model_type == DEEPSTACK
+    # What the last layer adds to images' tokens reaches no other token, and would learn nothing.
+    levels = max(1, min(tower.depth, config.num_hidden_layers - 1, LEVELS))
+    if not turns:
+        del sizes["head_dim"]  # this family derives it from hidden_size / num_attention_heads
     dtype, tied = sizes.pop("dtype"), sizes.pop("tie_word_embeddings")
-    across = pairs * 3 // 8  # for each of height and width, in Qwen's proportion: 16, 24, 24 of 64
+    # For each of height and width, in Qwen's proportions: 16, 24, 24 of 64, or every third one.
+    across = pairs // 3 if turns else pairs * 3 // 8
     sizes["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "mrope_section": [pairs - 2 * across, across, across],
+        **({"mrope_interleaved": True} if turns else {}),
+    }
+    of_family = {
+        VISION: {
+            "window_size": tower.window_size,
+            "fullatt_block_indexes": list(
+                range(tower.full_attention_every - 1, tower.depth, tower.full_attention_every)
+            ),
+        },
+        DEEPSTACK: {"num_position_embeddings": PLACES, "deepstack_visual_indexes": list(range(levels))},
     }
     start, end, image, video = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + len(VISION_TOKENS))
     return {
@@ -281,10 +304,7 @@ def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, A
             "patch_size": tower.patch_size,
             "spatial_merge_size": tower.spatial_merge_size,
             "temporal_patch_size": FRAMES,
-            "window_size": tower.window_size,
-            "fullatt_block_indexes": list(
-                range(tower.full_attention_every - 1, tower.depth, tower.full_attention_every)
-            ),
+            **of_family[config.model_type],
             "initializer_range": config.initializer_range,
         },
         "vision_start_token_id": start,

@@ -87,7 +87,8 @@ def run(
             shown = sequences.images and unwrap(model).pre_process and sequences.images.of(batch.numbers, batch.index)
             if shown:
                 source = shown.source[:, mine].to(device)
-                stack.enter_context(showing(unwrap(model), source, shown.pixels, shown.grids))
+                packed = more["packed_seq_params"]
+                stack.enter_context(showing(unwrap(model), source, shown.pixels, shown.grids, packed))
             if head is not None:
                 wanted = batch.targets(sequences)[:, mine].long()
                 settings = head.vocab_size, head.temperature, head.logits_bytes, head.float32

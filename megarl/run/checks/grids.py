@@ -133,6 +133,11 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
     """Check that the trainer's tensors divide over the engines' grid, and that vLLM can run this model at the rollouts'
     length."""
     rollout = config.rollout
+    if rollout.pp > 1 and architecture(hf_config).sizes(hf_config).deepstack:
+        raise ConfigError(
+            f"rollout.pp={rollout.pp}, but layers of the model of model.path={config.model.path} add vectors of "
+            "images, which is proven for engines of one stage alone; set rollout.pp to 1 and raise rollout.tp"
+        )
     engines = vllm_layout(
         hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
     )
@@ -215,11 +220,18 @@ def check_recompute(config: Config, hf_config: Mapping[str, Any]) -> None:
         ConfigError: names the module.
     """
     model, modules = config.model, config.model.recompute_modules
+    sizes = architecture(hf_config).sizes(hf_config)
+    if sizes.deepstack and model.recompute == "full" and not config.trainer.packing:
+        raise ConfigError(
+            f"model.recompute=full with trainer.packing=false: the first {sizes.deepstack} layers of the model of "
+            f"model.path={model.path} add vectors of images, which only packed micro-batches keep until they are "
+            "computed again; set trainer.packing to true, or model.recompute to selective"
+        )
     if model.recompute != "selective":
         return
     if not modules:
         raise ConfigError("model.recompute=selective with model.recompute_modules=[]; set model.recompute to none")
-    missing = lacking(architecture(hf_config).sizes(hf_config))
+    missing = lacking(sizes)
     if absent := [module for module in modules if module in missing]:
         raise ConfigError(
             f"model.recompute_modules={modules}, but the model of model.path={model.path} {missing[absent[0]]}; leave "

@@ -41,6 +41,7 @@ from megarl.weights.architectures.qwen import (
     QWEN3_5_MOE,
     QWEN3_MOE,
     QWEN3_NEXT,
+    QWEN3_VL,
     SEED_OSS,
 )
 from megarl.weights.architectures.table import Architecture, Head, HFConfig, ModelSizes, Shape
@@ -82,6 +83,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
+    "qwen3_vl": QWEN3_VL,
 }
 """``model_type`` in config.json -> table."""
 

@@ -33,6 +33,11 @@ def linear(name: str, axes: str) -> tuple[Logical, Logical]:
     return Logical(f"{name}.weight", axes), Logical(f"{name}.bias", axes.split()[0])
 
 
+def layer_norm(name: str, axis: str) -> tuple[Logical, Logical]:
+    """Weight and bias of a LayerNorm."""
+    return Logical(f"{name}.weight", axis), Logical(f"{name}.bias", axis)
+
+
 # ---------------------------------------------------------------- attention: grouped queries
 
 _INPUT_NORM = Logical("input_layernorm.weight", "hidden")

@@ -31,6 +31,8 @@ from megarl.weights.architectures.table import (
 )
 
 _Q_NORMS = {"self_attention.q_layernorm.weight", "self_attention.core_attention.q_layernorm.weight"}
+TOWER_THETA = 10000.0
+"""Base of the rotary angles of vision towers."""
 _SINKS = "self_attention.core_attention.softmax_offset"
 
 
@@ -82,7 +84,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
     if sizes.delta_layers:
         values |= _delta_net(arch.name, sizes)
     if sizes.vision_depth:
-        values |= _vision(arch.name, sizes, hf_config)
+        values |= _vision(arch, sizes, hf_config)
     if sizes.kv_lora:
         values |= _latent_attention(arch, sizes, hf_config)
     if sizes.experts:
@@ -149,13 +151,24 @@ def _number(name: str, hf_config: HFConfig, key: str) -> float:
     return positive(name, key, needed(name, hf_config, key))
 
 
-def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
+def _vision(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
     """Arguments for M-RoPE (arXiv:2409.12191): sections of a head that rotate by a token's time, row and column."""
+    name, interleaved = arch.name, arch.layers.mrope_interleaved
     sections = rope_settings(name, hf_config).get("mrope_section")
+    if (given := rope_settings(name, hf_config).get("mrope_interleaved", False)) is not interleaved:
+        raise ArchitectureError(
+            f"{name} with mrope_interleaved={given!r} is not supported, only {interleaved}: transformers computes that "
+            "whatever the key says, vLLM follows the key; use the checkpoint's own config.json"
+        )
     if not isinstance(sections, (list, tuple)) or not _halve(sections, sizes.head):
         raise ArchitectureError(
             f"{name} with mrope_section={sections!r} is not supported: three sections with half of a head's "
             f"{sizes.head} dimensions are; use the checkpoint's own config.json"
+        )
+    if interleaved and 6 * max(sections[1:]) > sizes.head:
+        raise ArchitectureError(
+            f"{name} with mrope_section={sections!r} is not supported: every third of a head's {sizes.head // 2} "
+            "frequencies belongs to rows, and to columns; use the checkpoint's own config.json"
         )
     if (kind := rope_settings(name, hf_config)["rope_type"]) != "default":
         raise ArchitectureError(
@@ -169,6 +182,12 @@ def _vision(name: str, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]
             f"config.json of a {name} model has vision_config.out_hidden_size={vision.get('out_hidden_size')!r}, but "
             f"hidden_size={sizes.hidden}: the tower's vectors stand among the tokens'; use the checkpoint's own "
             "config.json"
+        )
+    theta = (vision.get("rope_parameters") or {}).get("rope_theta", TOWER_THETA)
+    if theta != TOWER_THETA:
+        raise ArchitectureError(
+            f"{name} with vision_config.rope_parameters.rope_theta={theta!r} is not supported, only {TOWER_THETA:g}: "
+            "vLLM has no other; use the checkpoint's own config.json"
         )
     return {"mrope_section": list(sections)}
 

@@ -28,7 +28,9 @@ from megarl.weights.architectures.blocks import (
     VLLM_QKV_BIAS,
     gated,
     gated_rows,
+    layer_norm,
     linear,
+    same,
     vllm_gated,
 )
 from megarl.weights.architectures.table import (
@@ -118,12 +120,13 @@ QWEN3_MOE = Architecture(
 # Source: ``transformers/models/qwen2_5_vl/modeling_qwen2_5_vl.py``; vLLM 0.32
 # ``model_executor/models/qwen2_5_vl.py``.
 BLOCK = "visual.blocks.{block}"
+_PATCHES = "vision_hidden channels temporal_patch patch patch"
 
 
 _TOWER_GATE = linear(f"{BLOCK}.mlp.gate_proj", "vision_ffn vision_hidden")
 _TOWER_UP = linear(f"{BLOCK}.mlp.up_proj", "vision_ffn vision_hidden")
 _TOWER = (
-    Logical("visual.patch_embed.proj.weight", "vision_hidden channels temporal_patch patch patch"),
+    Logical("visual.patch_embed.proj.weight", _PATCHES),
     Logical(f"{BLOCK}.norm1.weight", "vision_hidden"),
     *linear(f"{BLOCK}.attn.qkv", "vision_qkv vision_hidden"),
     *linear(f"{BLOCK}.attn.proj", "vision_hidden vision_hidden"),
@@ -151,6 +154,48 @@ QWEN2_5_VL = Architecture(
     layers=LayerRules(window_switch=True),
     # transformers has no ...ForSequenceClassification for it; one built from its generic class saves these names.
     base_names=(("model.visual.", "visual."), ("model.language_model.", "model.")),
+)
+
+
+# Qwen3-VL, dense, images only: Qwen3's layers. The first ones add vectors of the tower's middle blocks (DeepStack,
+# arXiv:2406.04334). Source: ``transformers/models/qwen3_vl/modeling_qwen3_vl.py``; vLLM 0.32
+# ``model_executor/models/qwen3_vl.py``.
+_LEVEL = "visual.deepstack_merger_list.{block}"
+_TOWER_3 = (
+    Logical("visual.patch_embed.proj.weight", _PATCHES),
+    Logical("visual.patch_embed.proj.bias", "vision_hidden"),
+    Logical("visual.pos_embed.weight", "vision_places vision_hidden"),
+    *layer_norm(f"{BLOCK}.norm1", "vision_hidden"),
+    *linear(f"{BLOCK}.attn.qkv", "vision_qkv vision_hidden"),
+    *linear(f"{BLOCK}.attn.proj", "vision_hidden vision_hidden"),
+    *layer_norm(f"{BLOCK}.norm2", "vision_hidden"),
+    *linear(f"{BLOCK}.mlp.linear_fc1", "vision_ffn vision_hidden"),
+    *linear(f"{BLOCK}.mlp.linear_fc2", "vision_hidden vision_ffn"),
+    *layer_norm("visual.merger.norm", "vision_hidden"),
+    *linear("visual.merger.linear_fc1", "merged merged"),
+    *linear("visual.merger.linear_fc2", "hidden merged"),
+)
+_LEVELS = (
+    *layer_norm(f"{_LEVEL}.norm", "merged"),
+    *linear(f"{_LEVEL}.linear_fc1", "merged merged"),
+    *linear(f"{_LEVEL}.linear_fc2", "hidden merged"),
+)
+
+QWEN3_VL = Architecture(
+    name="qwen3_vl",
+    models="Qwen3-VL",
+    params=(
+        *(same(part.name, part, Stage.VISION) for part in _TOWER_3),
+        *(same(part.name, part, Stage.DEEPSTACK) for part in _LEVELS),
+        *QWEN3.params,
+    ),
+    vllm=QWEN3.vllm,
+    vllm_text="language_model.",
+    fixed=QWEN3.fixed,
+    layers=LayerRules(mrope_interleaved=True),
+    has_score_class=False,
+    base_names=QWEN2_5_VL.base_names,
+    base_names_in_files=True,
 )
 
 

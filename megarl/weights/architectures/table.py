@@ -6,6 +6,7 @@ A family file is data: rows of :class:`Param` plus the few facts that differ bet
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,7 @@ class Stage(Enum):
 
     FIRST = "beside the first layer"
     VISION = "the vision tower, which is beside the first layer too"
+    DEEPSTACK = "the tower's mergers whose vectors the first layers add, one for each; beside the first layer too"
     LAYER = "every layer"
     ATTENTION = "layers with attention among tokens, in families where others have linear attention"
     DELTA = "layers with linear attention, a gated delta net"
@@ -117,7 +119,12 @@ class Param:
     @property
     def is_first(self) -> bool:
         """True if the row is on the first layer's stage."""
-        return self.stage in (Stage.FIRST, Stage.VISION)
+        return self.stage is Stage.FIRST or self.in_tower
+
+    @property
+    def in_tower(self) -> bool:
+        """True if the row belongs to the vision tower."""
+        return self.stage in (Stage.VISION, Stage.DEEPSTACK)
 
 
 SCORE_HEAD = Param("output_layer.weight", Op.SAME, (Logical("score.weight", "labels hidden"),), Stage.LAST)
@@ -201,6 +208,10 @@ class ModelSizes:
     """Number of frames in a patch."""
     patch: int = 0
     """Pixels on each side of a patch."""
+    vision_places: int = 0
+    """Rows of the tower's table of positions."""
+    deepstack: int = 0
+    """Number of first layers that add vectors of images to their outputs."""
     norms_before: int = 2
     """Number of norms before attention and MLP of a layer."""
     norms_after: int = 0
@@ -327,6 +338,8 @@ class LayerRules:
     """Queries are scaled by a position-dependent factor (``llama_4_scaling_beta``)."""
     rope_in_windows: bool = False
     """With ``sliding_window`` set, layers without the window have no rope."""
+    mrope_interleaved: bool = False
+    """Time, row and column take turns among a head's frequencies; in other families each has a section of them."""
 
 
 @dataclass(frozen=True)
@@ -405,6 +418,8 @@ class Architecture:
     ``GenericForSequenceClassification``."""
     base_names: tuple[tuple[str, str], ...] = ()
     """Pairs of name prefixes: in transformers' base model, and in this table. Files of a score model use the former."""
+    base_names_in_files: bool = False
+    """True if files of a language model use the base model's names, too."""
     config_class: str = ""
     """``model_type`` of transformers' configuration class, if not ``name``."""
     layers: LayerRules = LayerRules()
@@ -429,7 +444,7 @@ class Architecture:
 
     def name_in_files(self, name: str) -> str:
         """Convert a name of this table to the name in the model's files."""
-        return name_in_modules(self, name) if self.head == "score" else name
+        return name_in_modules(self, name) if self.head == "score" or self.base_names_in_files else name
 
     def name_in_table(self, stored: str) -> str:
         """Convert a name from an HF checkpoint, with any head, to the name in this table."""
@@ -500,6 +515,8 @@ class Architecture:
             more["shared_ffn"] = get("expert_ffn") * count(self.name, hf_config, key)
         if Stage.VISION in known:
             more |= _vision_sizes(self.name, hf_config)
+        if Stage.DEEPSTACK in known:
+            more |= _deepstack_sizes(self.name, hf_config, get("num_layers"))
         if Stage.MTP in known:
             more["mtp_layers"] = count(self.name, hf_config, "num_nextn_predict_layers")
         return ModelSizes(
@@ -519,7 +536,8 @@ class Architecture:
     def occurrences(self, param: Param, sizes: ModelSizes) -> Iterator[Occurrence]:
         """Yield every occurrence of a row, by layer and expert."""
         if param.per_block:
-            yield from (Occurrence(block=block) for block in range(sizes.vision_depth))
+            blocks = sizes.deepstack if param.stage is Stage.DEEPSTACK else sizes.vision_depth
+            yield from (Occurrence(block=block) for block in range(blocks))
             return
         if param.is_first or param.stage is Stage.LAST:
             yield Occurrence()
@@ -720,6 +738,23 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
             f"config.json of a {name} model has vision_config={vision!r}; it must have the sizes of the vision tower"
         )
     return {field: integer(name, f"vision_config.{key}", vision.get(key)) for field, key in VISION_KEYS.items()}
+
+
+def _deepstack_sizes(name: str, hf_config: HFConfig, num_layers: int) -> dict[str, int]:
+    """Sizes of a tower with a square table of positions and DeepStack (arXiv:2406.04334)."""
+    vision = needed(name, hf_config, "vision_config")
+    key = "vision_config.num_position_embeddings"
+    places = integer(name, key, vision.get("num_position_embeddings"))
+    if math.isqrt(places) ** 2 != places:
+        raise ArchitectureError(f"config.json of a {name} model has {key}={places}; it must be a square number")
+    blocks, depth = vision.get("deepstack_visual_indexes"), integer(name, "vision_config.depth", vision.get("depth"))
+    ascending = isinstance(blocks, list | tuple) and all(isinstance(block, int) for block in blocks)
+    if not ascending or list(blocks) != sorted({*blocks} & {*range(depth)}) or not 0 < len(blocks) <= num_layers:
+        raise ArchitectureError(
+            f"config.json of a {name} model has vision_config.deepstack_visual_indexes={blocks!r}; it must be an "
+            f"ascending list of 1 to {num_layers} of the tower's {depth} blocks, one for each layer that adds vectors"
+        )
+    return {"vision_places": places, "deepstack": len(blocks)}
 
 
 def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:

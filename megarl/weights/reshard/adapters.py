@@ -33,7 +33,7 @@ LORA = "lora"
 EMBEDDING = "model.embed_tokens"
 TOWER = "visual."
 """Prefix of names of a vision tower's layers."""
-OUTSIDE = (Stage.FIRST, Stage.VISION, Stage.LAST, Stage.MTP)
+OUTSIDE = (Stage.FIRST, Stage.VISION, Stage.DEEPSTACK, Stage.LAST, Stage.MTP)
 """Stages that ``all-linear`` leaves out."""
 
 
@@ -116,7 +116,8 @@ def linear_modules(hf_config: HFConfig, head: Head = "lm") -> dict[str, LinearMo
         # In an output layer's row the second part is the embedding, for models with tied weights.
         for part in param.hf[:1] if param.op is Op.TIED else param.hf:
             shape = part.shape(sizes)
-            if len(shape) == 2 and 0 not in shape and part.name.endswith(WEIGHT):
+            is_matrix = len(shape) == 2 and 0 not in shape and part.name.endswith(WEIGHT)
+            if is_matrix and part.name != f"{TOWER}pos_embed{WEIGHT}":  # a table of positions
                 module = LinearModule(shape[::-1] if is_embedding else shape, param.stage not in OUTSIDE, is_embedding)
                 linear |= {
                     hf_name(part, occurrence).removesuffix(WEIGHT): module

@@ -121,6 +121,7 @@ def check_grid(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str = 
     _check_tp(name, sizes, grid, setting)
     _check_experts(name, sizes, grid, setting)
     _check_pp(name, sizes.num_layers, grid, setting)
+    _check_deepstack(name, sizes, grid, setting)
 
 
 def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:
@@ -190,3 +191,20 @@ def _check_pp(name: str, num_layers: int, grid: MegatronGrid, setting: str) -> N
             f"{setting}.vpp={grid.vpp} does not divide the layers of each stage of {name}, {stages}; set {setting}.vpp "
             f"to {divisors(*stages)}"
         )
+
+
+def _check_deepstack(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:
+    """Raise ConfigError if a layer that adds vectors of images is not beside the tower, which computes them."""
+    first = len(grid.layers(sizes.num_layers)[0][0])
+    if first >= sizes.deepstack:
+        return
+    if grid.vpp > 1:
+        key, value, fix = "vpp", grid.vpp, "a smaller number"
+    elif grid.first_stage_layers is not None:
+        key, value, fix = "first_stage_layers", first, f"{sizes.deepstack} or more"
+    else:
+        key, value, fix = "pp", grid.pp, f"{sizes.num_layers // sizes.deepstack} or less"
+    raise ConfigError(
+        f"{setting}.{key}={value} leaves {first} layers beside the vision tower of {name}, and the first "
+        f"{sizes.deepstack} layers add its vectors to their outputs; set {setting}.{key} to {fix}"
+    )

@@ -265,7 +265,7 @@ def _vllm_spots(
             stages, prefix = {stage_of[occurrence.layer]}, VLLM_LAYER.format(occurrence.layer)
         else:
             stages, prefix = _vllm_end_stages(arch, param, sizes.tied, pp), ""
-        if param.stage is not Stage.VISION:
+        if not param.in_tower:
             prefix = arch.vllm_text + prefix
         # Spots follow Megatron's rows; a tensor fused by vLLM comes with its first part.
         for part in (param.hf[0],) if param.op is Op.TIED else param.hf:
@@ -297,7 +297,7 @@ def _vllm_spots(
 
 def _vllm_end_stages(arch: Architecture, param: Param, tied: bool, pp: int) -> set[int]:
     """Stages with a tensor outside the layers; a tied output weight needs the embedding on the last stage."""
-    if arch.vllm_ends_everywhere or param.stage is Stage.VISION:
+    if arch.vllm_ends_everywhere or param.in_tower:
         return set(range(pp))
     if param.stage is Stage.LAST:
         return {pp - 1}
