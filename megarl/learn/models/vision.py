@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,12 +20,6 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 
 from megarl.weights.architectures import architecture
 from megarl.weights.reshard.adapters import LORA, TOWER
-
-TOWERS = {
-    "qwen2_5_vl": ("Qwen2_5_VLVisionConfig", "Qwen2_5_VisionTransformerPretrainedModel"),
-    "qwen3_vl": ("Qwen3VLVisionConfig", "Qwen3VLVisionModel"),
-}
-"""``model_type`` -> transformers' classes of its tower: configuration, module."""
 
 
 @dataclass(frozen=True)
@@ -166,11 +159,10 @@ def keep_float32(stage: torch.nn.Module) -> None:
 
 
 def _tower(family: str, vision_config: Mapping[str, Any], dtype: torch.dtype) -> torch.nn.Module:
-    config_class, tower_class = TOWERS[family]
-    made_of = [import_module(f"transformers.models.{family}.{part}_{family}") for part in ("configuration", "modeling")]
-    config = getattr(made_of[0], config_class)(**vision_config)
-    config._attn_implementation = "sdpa"
-    tower: Any = getattr(made_of[1], tower_class)(config)
+    from transformers import CONFIG_MAPPING, AutoModel
+
+    config = CONFIG_MAPPING[family].sub_configs["vision_config"](**vision_config)
+    tower: Any = AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
     tower.frequencies = {name: buffer.clone() for name, buffer in tower.rotary_pos_emb.named_buffers()}
     others = [name for name, _ in tower.named_buffers() if not name.startswith("rotary_pos_emb.")]
     assert not others, f"the tower has buffers that must not be cast either: {others}"

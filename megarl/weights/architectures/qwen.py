@@ -35,6 +35,7 @@ from megarl.weights.architectures.blocks import (
 )
 from megarl.weights.architectures.table import (
     Architecture,
+    BaseNames,
     Fused,
     JoinedTensor,
     LayerRules,
@@ -153,7 +154,7 @@ QWEN2_5_VL = Architecture(
     fixed={**QWEN2.fixed, "use_sliding_window": False},
     layers=LayerRules(window_switch=True),
     # transformers has no ...ForSequenceClassification for it; one built from its generic class saves these names.
-    base_names=(("model.visual.", "visual."), ("model.language_model.", "model.")),
+    base_names=BaseNames((("model.visual.", "visual."), ("model.language_model.", "model."))),
 )
 
 
@@ -194,8 +195,7 @@ QWEN3_VL = Architecture(
     fixed=QWEN3.fixed,
     layers=LayerRules(mrope_interleaved=True),
     has_score_class=False,
-    base_names=QWEN2_5_VL.base_names,
-    base_names_in_files=True,
+    base_names=replace(QWEN2_5_VL.base_names, in_files=True),
 )
 
 

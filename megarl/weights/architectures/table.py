@@ -394,6 +394,16 @@ class MultiplierKeys:
 
 
 @dataclass(frozen=True)
+class BaseNames:
+    """Name prefixes of transformers' base model that differ from those of a table."""
+
+    pairs: tuple[tuple[str, str], ...] = ()
+    """(prefix in the base model, prefix in the table). Files of a score model use the former."""
+    in_files: bool = False
+    """True if files of a language model use the base model's names, too."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Table of one model family."""
 
@@ -416,10 +426,7 @@ class Architecture:
     has_score_class: bool = True
     """True if transformers has a ``...ForSequenceClassification`` of this family, or can build one with
     ``GenericForSequenceClassification``."""
-    base_names: tuple[tuple[str, str], ...] = ()
-    """Pairs of name prefixes: in transformers' base model, and in this table. Files of a score model use the former."""
-    base_names_in_files: bool = False
-    """True if files of a language model use the base model's names, too."""
+    base_names: BaseNames = BaseNames()
     config_class: str = ""
     """``model_type`` of transformers' configuration class, if not ``name``."""
     layers: LayerRules = LayerRules()
@@ -444,11 +451,11 @@ class Architecture:
 
     def name_in_files(self, name: str) -> str:
         """Convert a name of this table to the name in the model's files."""
-        return name_in_modules(self, name) if self.head == "score" or self.base_names_in_files else name
+        return name_in_modules(self, name) if self.head == "score" or self.base_names.in_files else name
 
     def name_in_table(self, stored: str) -> str:
         """Convert a name from an HF checkpoint, with any head, to the name in this table."""
-        for base, own in self.base_names:
+        for base, own in self.base_names.pairs:
             if stored.startswith(base):
                 return own + stored.removeprefix(base)
         return stored
@@ -677,7 +684,7 @@ def _largest(values: Mapping[str, Any], keys: Iterable[str]) -> int:
 
 def name_in_modules(table: Architecture, name: str) -> str:
     """Convert a tensor or module name of a table to the name in transformers' class."""
-    for base, own in table.base_names:
+    for base, own in table.base_names.pairs:
         if name.startswith(own):
             return base + name.removeprefix(own)
     return name

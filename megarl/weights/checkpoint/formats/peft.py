@@ -214,7 +214,7 @@ def lora_of(folder: Path, hf_config: HFConfig, head: Head = "lm") -> LoraConfig:
     tensors = arch.tensors(hf_config)
     endings = found.get("modules_to_save") or []
     saved = [ending for ending in endings if any(saves_tensor(ending, name_in_modules(arch, name)) for name in tensors)]
-    if arch.base_names:  # by this table's full names
+    if arch.base_names.pairs:  # by this table's full names
         of_saved = [t for t in tensors if any(saves_tensor(ending, name_in_modules(arch, t)) for ending in saved)]
         saved = list(dict.fromkeys(name.rpartition(".")[0] for name in of_saved))
     in_all = {module: not own.is_embedding and module != "lm_head" for module, own in linear.items()}
@@ -252,7 +252,7 @@ def _used(pattern: dict[str, Any] | None, modules: Iterable[str], arch: Architec
     """Return the keys of a pattern that match a module; PEFT ignores others. If transformers' names differ from the
     table's, return the full table name of each matching module instead."""
     pattern = pattern or {}
-    if not arch.base_names:
+    if not arch.base_names.pairs:
         return {key: value for key, value in pattern.items() if any(matches_key(key, each) for each in modules)}
     return dict(_by_module(pattern, {name_in_modules(arch, module): module for module in modules}))
 
@@ -405,7 +405,7 @@ def config_of(
         table: Head = "score" if head == "score" else "lm"
         arch = architecture(hf_config, table)
         tensors = arch.tensors(hf_config)
-        if arch.base_names:
+        if arch.base_names.pairs:
             named = {module: name_in_modules(arch, module) for module in adapted}
             ranks, alphas = (dict(_by_module(pattern, named)) for pattern in (ranks, alphas))
         every = [name_in_modules(arch, name.rpartition(".")[0]) for name in tensors]
