@@ -246,6 +246,13 @@ def test_what_is_not_imported_says_what_to_do(given: dict[str, Any], key: str, w
     assert words in convert(source(**given)).unmapped[key]
 
 
+def test_a_kl_without_a_counterpart_is_left_out() -> None:
+    """No default of megarl takes its place."""
+    given = {"algorithm.adv_estimator": "rloo", "algorithm.use_kl_in_reward": True}
+    found = convert(VerlSource(given, rows=ROWS))
+    assert "algorithm.use_kl_in_reward" in found.unmapped and found.settings["algorithm.kl.coef"] == 0.0
+
+
 def test_epochs_need_a_number_of_rows() -> None:
     found = convert(VerlSource({**BASE, "trainer.total_epochs": 3}))
     assert "--rows" in found.unmapped["trainer.total_epochs"]

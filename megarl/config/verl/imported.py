@@ -49,6 +49,7 @@ def convert(source: VerlSource) -> ImportedKeys:
                 found.no_effect[key] = str(reason)
         except NotMappedError as todo:
             found.unmapped[key] = str(todo)
+            found.settings.update({name: found.settings.get(name, value) for name, value in todo.instead.items()})
         else:
             for name, value in settings.items():
                 assert found.settings.setdefault(name, value) == value, f"{key} writes {name} a second time"

@@ -35,7 +35,15 @@ UNLIMITED = 1000
 
 
 class NotMappedError(Exception):
-    """A value without a counterpart; the text says what to do."""
+    """A value without a counterpart; the text says what to do.
+
+    Attributes:
+        instead: Settings without that value, where megarl's defaults would put another in its place.
+    """
+
+    def __init__(self, text: str, instead: Settings | None = None) -> None:
+        super().__init__(text)
+        self.instead = instead or {}
 
 
 class NoEffectError(Exception):
@@ -325,17 +333,19 @@ def _kl(key: str, row: MappedKey, source: VerlSource) -> Settings:
     estimators = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
     in_loss, in_reward = source.get(f"{ACTOR}.use_kl_loss"), source.get(f"{ALGORITHM}.use_kl_in_reward")
     in_controller = key.startswith(f"{ALGORITHM}.")
+    off: Settings = {"algorithm.kl.coef": 0.0, "algorithm.kl.place": "loss", "algorithm.kl.estimator": "k3"}
     if in_loss and in_reward:
-        raise NotMappedError("one place of the KL at a time; set algorithm.kl.place to loss or reward")
+        raise NotMappedError("one place of the KL at a time; set algorithm.kl.place to loss or reward", off)
     if not in_loss and not in_reward:
-        return {"algorithm.kl.coef": 0.0, "algorithm.kl.place": "loss", "algorithm.kl.estimator": "k3"}
+        return off
     if in_controller != bool(in_reward) and not key.endswith(("use_kl_loss", "use_kl_in_reward")):
         raise NoEffectError("of the KL's other place")
     theirs = source.get(f"{ALGORITHM}.kl_penalty" if in_reward else f"{ACTOR}.kl_loss_type")
     if theirs not in estimators or (in_loss and estimators[theirs] == "k1"):
-        raise NotMappedError(f"the estimator {theirs} has no counterpart here; set algorithm.kl.estimator to k2 or k3")
+        todo = f"the estimator {theirs} has no counterpart here; set algorithm.kl.estimator to k2 or k3"
+        raise NotMappedError(todo, off)
     if in_reward and _named(source) not in _WITH_RETURNS:
-        raise NotMappedError(f"a KL in the reward is for {', '.join(_WITH_RETURNS)}; set algorithm.kl.place=loss")
+        raise NotMappedError(f"a KL in the reward is for {', '.join(_WITH_RETURNS)}; set algorithm.kl.place=loss", off)
     control = f"{ALGORITHM}.kl_ctrl"
     coef = source.get(f"{control}.kl_coef") if in_reward else source.get(f"{ACTOR}.kl_loss_coef")
     settings = {

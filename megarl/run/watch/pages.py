@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -179,7 +179,8 @@ def runs(root: str, found: Mapping[str, WatchedRun]) -> list[Markup]:
     """Return the table of all runs."""
     rows = []
     for name, run in found.items():
-        now, data = run.now(), run.now().data
+        now = run.now()
+        data = now.data
         if data is None:
             rows.append((name, now.error, "", "", "", "", ""))
             continue
@@ -218,7 +219,7 @@ def comparison(root: str, found: Mapping[str, WatchedRun], metric: str) -> list[
     return [PIECES.compared(root, list(found), metric, known, drawn)]
 
 
-def groups(folder: Path, filters: str, words: str, skipped: int, path_of: Any) -> tuple[list[Markup], str]:
+def groups(folder: Path, filters: str, words: str, skipped: int, path_of: Callable[[int], str]) -> tuple[list[Markup], str]:
     """Return the sections of a page of groups, the newest first, and its script.
 
     Args:
