@@ -112,6 +112,16 @@ def test_port_of_a_server_that_has_just_closed_a_connection(monkeypatch: pytest.
         ports.choose("127.0.0.1", 1, None)
 
 
+def test_port_that_another_job_of_this_user_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both jobs' engines would listen there, and get each other's requests."""
+    [port] = ports.choose("127.0.0.1", 1, None)
+    monkeypatch.setattr(ports, "LOWEST", port)
+    monkeypatch.setattr(ports, "LARGEST", port + 1)
+    with ports.hold("127.0.0.1", port), pytest.raises(ConfigError, match=f"no 1 free ports between {port}"):
+        ports.choose("127.0.0.1", 1, None)
+    assert ports.choose("127.0.0.1", 1, None) == [port]
+
+
 OF_ANOTHER_USER = """
 import os, socket, sys
 os.setuid(65534)

@@ -26,12 +26,16 @@ def is_free(host: str, port: int) -> bool:
 
 
 def can_be_held(host: str, port: int) -> bool:
-    """Return True if ``hold`` would succeed now. It fails where ``is_free`` does, and for a minute after a server on
-    this port closed a connection: the kernel keeps that connection, and only SO_REUSEADDR would ignore it."""
-    try:
-        hold(host, port).close()
-    except OSError:
-        return False
+    """Return True if ``hold`` would succeed now, and no other job of this user holds the port.
+
+    It fails where ``is_free`` does, and for a minute after a server on this port closed a connection: the kernel keeps
+    that connection, and only SO_REUSEADDR would ignore it.
+    """
+    with socket.socket() as s:  # without SO_REUSEPORT, which would share the port that another job holds
+        try:
+            s.bind((host, port))
+        except OSError:
+            return False
     return True
 
 

@@ -219,7 +219,9 @@ def comparison(root: str, found: Mapping[str, WatchedRun], metric: str) -> list[
     return [PIECES.compared(root, list(found), metric, known, drawn)]
 
 
-def groups(folder: Path, filters: str, words: str, skipped: int, path_of: Callable[[int], str]) -> tuple[list[Markup], str]:
+def groups(
+    folder: Path, filters: str, words: str, skipped: int, path_of: Callable[[int], str]
+) -> tuple[list[Markup], str]:
     """Return the sections of a page of groups, the newest first, and its script.
 
     Args:
