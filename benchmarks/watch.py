@@ -1,6 +1,6 @@
 """Seconds of the pages of `megarl watch` on a run with a million trajectories.
 
-``python benchmarks/watch.py [--trajectories N]``: makes a store of that size, then times each page, first and again.
+``python benchmarks/watch.py --model DIR [--trajectories N] [--write]``: makes a store of that size, then times pages.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import page
 
 from megarl.buffer.store import Store
 from megarl.buffer.store.codec import trajectory_to_row
@@ -77,7 +78,9 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trajectories", type=int, default=1_000_000)
     parser.add_argument("--model", required=True, help="a folder with a tokenizer of at least 40 tokens")
+    parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks/watch.md")
     arguments = parser.parse_args()
+    lines = ["| page | first, s | again, s |", "|---|--:|--:|"]
     with tempfile.TemporaryDirectory(prefix="megarl-watch-") as path:
         folder = Path(path)
         fill(folder, arguments.trajectories, str(Path(arguments.model).resolve()))
@@ -106,7 +109,10 @@ def main() -> None:
                 begun = time.perf_counter()
                 work()
                 seconds.append(time.perf_counter() - begun)
-            print(f"{name:<40} {seconds[0]:7.3f} {min(seconds[1:]):7.3f}")
+            lines.append(f"| {name} | {seconds[0]:.3f} | {min(seconds[1:]):.3f} |")
+            print(lines[-1], flush=True)
+    if arguments.write:
+        page.write("benchmarks/watch.md", "\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from megarl.core.schema import Task
 from megarl.learn.models.from_scratch import ALPHABET, MODELS, SPECIAL_TOKENS, VISION, create, train_tokenizer
 from megarl.tasks import ChatTokenizer, check_prompts
 from megarl.weights.architectures import architecture
+from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 
 SMALL = FromScratchConfig(hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
                           num_key_value_heads=1, head_dim=8)  # fmt: skip
@@ -73,10 +74,11 @@ def test_no_token_has_an_embedding_of_zeros(model_path: Path) -> None:
 @pytest.mark.parametrize("model_type", sorted(set(MODELS) - {VISION}))
 def test_every_family_is_one_that_has_a_table(model_type: str, tmp_path: Path) -> None:
     create(tmp_path / "m", replace(SMALL, model_type=model_type), CORPUS, seed=1)
-    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    config = read_hf_config(tmp_path / "m")
     with safe_open(tmp_path / "m" / "model.safetensors", "pt") as file:
         stored = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-    assert architecture(config).tensors(config) == stored
+    table = architecture(config)
+    assert {table.name_in_files(name): shape for name, shape in table.tensors(config).items()} == stored
 
 
 def test_the_same_arguments_write_the_same_bytes(model_path: Path, tmp_path: Path) -> None:

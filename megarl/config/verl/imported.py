@@ -52,7 +52,8 @@ def convert(source: VerlSource) -> ImportedKeys:
             found.settings.update({name: found.settings.get(name, value) for name, value in todo.instead.items()})
         else:
             for name, value in settings.items():
-                assert found.settings.setdefault(name, value) == value, f"{key} writes {name} a second time"
+                kept = found.settings.setdefault(name, value)
+                assert kept == value, f"{key} writes {name} a second time"
             if key in source.values:
                 found.mapped[key] = settings
     return found

@@ -404,7 +404,7 @@ NO_EFFECT: dict[str, str] = {
     "trainer.log_val_generations": "the report has samples of answers",
     "trainer.*_data_dir": "the store has every trajectory (megarl data export)",
     "trainer.esi_redundant_time": "run.shutdown_grace_s is the time of a stop",
-    "trainer.resume_mode": "the same command resumes; another run.dir begins anew",
+    "trainer.resume_mode": "the same command resumes; another run.dir begins a new run",
     "trainer.val_before_train": "held-out tasks are always evaluated before and after training",
     "trainer.default_hdfs_dir": "run.dir is the place of checkpoints",
     "trainer.del_local_ckpt_after_load": "trainer.keep_checkpoints decides",
