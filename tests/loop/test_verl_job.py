@@ -30,6 +30,8 @@ def overrides(settings: dict[str, Any]) -> Iterator[str]:
     """Overrides of the imported settings that a toy job has too."""
     toy = {name: value for name, value in settings.items() if not name.startswith(NOT_AT_TOY_SIZE)}
     name = toy.pop("algorithm.name")
+    if "model.lora.rank" in toy:
+        toy["model.lora.rank"] = min(toy["model.lora.rank"], 64)  # of layers of 128
     yield f"algorithm={name}"
     for setting, value in toy.items():
         yield f"{setting}={json.dumps(value)}"

@@ -195,6 +195,8 @@ def _offload(role: str, setting: str, *keys: str) -> Rule:
     def rule(key: str, row: MappedKey, source: VerlSource) -> Settings:
         if role == CRITIC and not _has_critic(source):
             raise NoEffectError("adv_estimator has no critic")
+        if role == REF and (source.get(f"{MODEL}.lora_rank") or source.get(f"{MODEL}.lora.rank")):
+            raise NoEffectError("the reference of adapters is the model without them, in the same memory")
         return {setting: "memory" if any(source.get(each) for each in keys) else "none"}
 
     return rule
