@@ -74,11 +74,14 @@ def against(rows: Mapping[str, Sequence[Fault]], results: Mapping[str, ExamResul
         "|---|---|---|---|",
     ]
     for name, one in both.items():
-        result = results[name]
-        said = ", ".join(dict.fromkeys([*(alarm for _, alarm in result.alarms), *result.errors]))
-        said = said or ("an error of no name" if result.found else "nothing")
-        lines.append(f"| {name} | {one['effect']} | {_short(one['noticed'])} | {said} |")
+        lines.append(f"| {name} | {one['effect']} | {_short(one['noticed'])} | {_said(results[name])} |")
     return "\n".join(lines) + "\n"
+
+
+def _said(result: ExamResult) -> str:
+    """Return the names of alarms and errors that a job gave."""
+    said = ", ".join(dict.fromkeys([*(name for _, name in result.alarms), *result.errors]))
+    return said or ("an error of no name" if result.found else "nothing")
 
 
 def _short(text: str, most: int = 120) -> str:
@@ -119,9 +122,7 @@ def summary(
     for fault in every:
         result = results[fault.name]
         if not _right(fault, result):
-            said = ", ".join(dict.fromkeys([*(name for _, name in result.alarms), *result.errors]))
-            said = said or ("an error of no name" if result.status not in (0, None) else "nothing")
-            lines.append(f"| {fault.name} | {fault.alarm} | {said} | {fault.unseen} |")
+            lines.append(f"| {fault.name} | {fault.alarm} | {_said(result)} | {fault.unseen} |")
     return "\n".join(lines)
 
 

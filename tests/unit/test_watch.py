@@ -92,6 +92,13 @@ def test_pages_of_a_run(run: StoredRun) -> None:
     assert all(len(each) == 1 and "nonce=" in each[0] for each in scripts)
 
 
+def test_a_run_keeps_its_colour_where_another_has_no_curve(run: StoredRun, tmp_path: Path) -> None:
+    (tmp_path / "resolved.json").write_text("{")
+    run.store.journal.record_step(3, {"seen/metric": 1.0})
+    [(_, text)] = pages({"broken": WatchedRun(tmp_path)} | watched(run), "compare?metric=seen%2Fmetric")
+    assert 'class="run r1 dot"' in text and 'class="run r0 dot"' not in text
+
+
 def test_filters_and_text_choose_groups(run: StoredRun) -> None:
     found = pages(
         watched(run),

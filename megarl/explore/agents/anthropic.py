@@ -22,6 +22,7 @@ from megarl.explore.agents.request import (
     object_field,
     objects_field,
     text_field,
+    uses_tools,
 )
 
 FIELDS = Fields(
@@ -41,9 +42,7 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
     FIELDS.check(body)
     given = messages_field(body)
     how = object_field(body.get("tool_choice") or {"type": "auto"}, "tool_choice")
-    choice = how.get("type")
-    if choice not in ("auto", "none"):
-        raise BadRequest(f"`tool_choice`={choice!r:.60} cannot be enforced while training; set it to auto or none")
+    with_tools = uses_tools(how.get("type"))
     if how.get("disable_parallel_tool_use"):
         raise BadRequest("`tool_choice.disable_parallel_tool_use` cannot be enforced while training; leave it out")
     messages: list[Message] = [{"role": "system", "content": content_of(body["system"])}] if body.get("system") else []
@@ -52,7 +51,7 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
     max_tokens = count_field(body, "max_tokens")
     if max_tokens is None:
         raise BadRequest("`max_tokens` must be a positive integer; it is missing")
-    return Asked(messages, () if choice == "none" else tools, 1, max_tokens, thinking=_thinking(body))
+    return Asked(messages, tools if with_tools else (), 1, max_tokens, thinking=_thinking(body))
 
 
 def counted_of(body: Any, repeated: Repeated) -> Asked:

@@ -21,6 +21,7 @@ from megarl.explore.agents.request import (
     object_field,
     objects_field,
     text_field,
+    uses_tools,
 )
 
 ROLES = {"developer": "system", "function": "tool"}
@@ -62,9 +63,7 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
     if form.get("type") != "text":
         raise BadRequest("`response_format` is not supported while training; leave it out")
     object_field(body.get("stream_options") or {}, "stream_options")
-    choice = body.get("tool_choice") or "auto"
-    if choice not in ("auto", "none"):
-        raise BadRequest(f"`tool_choice`={choice!r:.60} cannot be enforced while training; set it to auto or none")
+    with_tools = uses_tools(body.get("tool_choice") or "auto")
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(objects_field(body.get("tools"), "tools"))]
     n = count_field(body, "n") or 1
     if n > MAX_N:
@@ -73,7 +72,7 @@ def asked_of(body: Any, repeated: Repeated) -> Asked:
     template = dict(object_field(body.get("chat_template_kwargs") or {}, "chat_template_kwargs"))
     if body.get("reasoning_effort") is not None:
         template["reasoning_effort"] = text_field(body["reasoning_effort"], "reasoning_effort")
-    return Asked(repeated.of(messages, message_of), () if choice == "none" else tools, n, max_tokens, template)
+    return Asked(repeated.of(messages, message_of), tools if with_tools else (), n, max_tokens, template)
 
 
 def message_of(message: Any) -> Message:

@@ -159,6 +159,13 @@ def count_field(body: Mapping[str, Any], name: str) -> int | None:
     return value
 
 
+def uses_tools(choice: Any) -> bool:
+    """Return False if a ``tool_choice`` turns tools off. Raises BadRequest for one that cannot be enforced."""
+    if choice not in ("auto", "none"):
+        raise BadRequest(f"`tool_choice`={choice!r:.60} cannot be enforced while training; set it to auto or none")
+    return bool(choice == "auto")
+
+
 def messages_field(body: Any) -> list[Any]:
     """Check that a body has messages and that the last is not the assistant's. Raises BadRequest."""
     messages = object_field(body, "body").get("messages")

@@ -21,6 +21,7 @@ from megarl.explore.agents.request import (
     object_field,
     objects_field,
     text_field,
+    uses_tools,
 )
 
 FIELDS = Fields(
@@ -77,9 +78,7 @@ def asked_of(body: Any, given: Sequence[Any], repeated: Repeated) -> Asked:
     form = object_field(object_field(body.get("text") or {}, "text").get("format") or {"type": "text"}, "text.format")
     if form.get("type") != "text":
         raise BadRequest("`text.format` is not supported while training; leave it out")
-    choice = body.get("tool_choice") or "auto"
-    if choice not in ("auto", "none"):
-        raise BadRequest(f"`tool_choice`={choice!r:.60} cannot be enforced while training; set it to auto or none")
+    with_tools = uses_tools(body.get("tool_choice") or "auto")
     messages = list(_joined(itertools.chain.from_iterable(repeated.of(given, _messages))))
     if body.get("instructions"):
         messages.insert(0, {"role": "system", "content": text_field(body["instructions"], "instructions")})
@@ -92,7 +91,7 @@ def asked_of(body: Any, given: Sequence[Any], repeated: Repeated) -> Asked:
     effort = object_field(body.get("reasoning") or {}, "reasoning").get("effort")
     template = {} if effort is None else {"reasoning_effort": text_field(effort, "reasoning.effort")}
     count = count_field(body, "max_output_tokens")
-    return Asked(messages, () if choice == "none" else tools, 1, count, template)
+    return Asked(messages, tools if with_tools else (), 1, count, template)
 
 
 def sent_back(reply: Reply) -> Message:

@@ -103,9 +103,8 @@ class Session:
 
         Raises BadRequest.
         """
-        kwargs = self._options(asked) | ({"tools": list(asked.tools)} if asked.tools else {})
         try:
-            rendered = self._tokenizer.render(bare(asked.messages), kwargs)
+            rendered = self._tokenizer.render(bare(asked.messages), self._options(asked))
         except (DataError, ValueError) as error:
             raise BadRequest(str(error)) from error
         token_ids = await asyncio.to_thread(self._tokenizer.rendered_ids, rendered)
@@ -152,7 +151,7 @@ class Session:
         Raises BadRequest.
         """
         try:
-            digests = [digest_after(b"", [asked.tools, self._options(asked)])]
+            digests = [digest_after(b"", self._options(asked))]
             messages, known = self._last
             if known[:1] == digests:
                 same = zip(asked.messages, messages, known[1:], strict=False)
@@ -171,7 +170,7 @@ class Session:
         """Return the index of the turn that responses to a conversation follow. Raises BadRequest, DataError."""
         if (known := self._known.get(digests[-1])) is not None:
             return known
-        kwargs = self._options(asked) | ({"tools": list(asked.tools)} if asked.tools else {})
+        kwargs = self._options(asked)
         end = next((k for k in range(len(digests) - 2, 0, -1) if self._is_response(digests[k])), None)
         turn = None
         if end is not None:
@@ -182,11 +181,11 @@ class Session:
         return turn
 
     def _options(self, asked: Asked) -> dict[str, Any]:
-        """Return the options of the chat template: the task's, then the request's."""
+        """Return the options of the chat template: the task's, then the request's, with its tools."""
         options = {**self._kwargs, **asked.template}
         if asked.thinking is not None and THINKING in self._tokenizer.template:
             options[THINKING] = asked.thinking
-        return options
+        return options | ({"tools": list(asked.tools)} if asked.tools else {})
 
     def _is_response(self, digest: bytes) -> bool:
         """Return True if a conversation ends with a response, not a prompt, of this session."""

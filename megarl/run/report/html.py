@@ -15,7 +15,7 @@ from megarl.core.metrics import COMMAND
 from megarl.learn.memory.ledger import human
 from megarl.learn.memory.phases import Phase
 from megarl.run.report import offline, svg, text
-from megarl.run.report.data import Answer, ReportData, alarms_of, changed_settings, load
+from megarl.run.report.data import Answer, LoggedAlarm, ReportData, alarms_of, changed_settings, load
 from megarl.run.report.pieces import CSS, HATCH, PIECES, reward_png, share_axis
 from megarl.run.report.svg import CONTAINER, WAITING, TimedPhase, last_start, rows, seconds_by_phase, seconds_by_step
 from megarl.run.report.text import (
@@ -77,14 +77,16 @@ def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
 
 def page(run: ReportData) -> str:
     """Return the whole report as HTML."""
-    return str(PIECES.page(f"{run.config.run.name}: megarl report", Markup(CSS), Markup(HATCH), sections(run)))
+    return str(
+        PIECES.page(
+            f"{run.config.run.name}: megarl report", Markup(CSS), Markup(HATCH), sections(run, alarms_of(run.run_dir))
+        )
+    )
 
 
-def sections(run: ReportData) -> list[Markup]:
-    """Return the sections of the report."""
+def sections(run: ReportData, alarms: Sequence[LoggedAlarm]) -> list[Markup]:
+    """Return the sections of the report. ``alarms``: of the run's logs (``alarms_of``)."""
     makers = (
-        _headline,
-        _alarms,
         _curve,
         _accuracy,
         _charts,
@@ -99,7 +101,7 @@ def sections(run: ReportData) -> list[Markup]:
         _settings,
         _files,
     )
-    return [section(run) for section in makers]
+    return [_headline(run), _alarms(alarms), *(section(run) for section in makers)]
 
 
 # ------------------------------------------------------------------- sections
@@ -140,9 +142,8 @@ def _headline(run: ReportData) -> Markup:
     return PIECES.headline(name, head, status(run), run.notes, tiles)
 
 
-def _alarms(run: ReportData) -> Markup:
+def _alarms(alarms: Sequence[LoggedAlarm]) -> Markup:
     """Return the table of alarms, the last one of each name."""
-    alarms = alarms_of(run.run_dir)
     if not alarms:
         return Markup()
     body = [(alarm.name, alarm.count, PIECES.text(alarm.text)) for alarm in alarms]

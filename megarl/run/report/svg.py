@@ -307,16 +307,18 @@ def line_chart(
     return _svg(width, height, spoken, "".join(body))
 
 
-def overlay_chart(label: str, curves: Mapping[str, Series], *, width: int = 520, height: int = 220) -> str:
-    """Draw one metric of several runs, each in a colour of its own (``curve_css``). Curves must not be empty."""
+def overlay_chart(
+    label: str, curves: Mapping[str, Series], css: Mapping[str, str], *, width: int = 520, height: int = 220
+) -> str:
+    """Draw one metric of several runs; curves must not be empty. ``css``: the class of each run (``curve_css``)."""
     drawn = {name: smoothed(thinned(points)) for name, points in curves.items()}
     both = [point for points in drawn.values() for point in points]
     axes = _Axes(width, height, [x for x, _ in both], [y for _, y in both])
     body = [axes.frame()]
-    for i, (name, points) in enumerate(drawn.items()):
+    for name, points in drawn.items():
         x, y = points[-1]
         title = escape(f"{name}: {number(y)} at step {x}")
-        body.append(f"<g>{_line(axes, points, curve_css(i))}<title>{title}</title></g>")
+        body.append(f"<g>{_line(axes, points, css[name])}<title>{title}</title></g>")
     return _svg(width, height, f"{label} of {', '.join(drawn)}", "".join(body))
 
 

@@ -40,10 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         from aiohttp import web
 
+        from megarl.run.process import ports
         from megarl.run.watch.server import HOST, WatchServer
 
         server = WatchServer(runs)
-        port = arguments.port or _free_port(HOST)
+        port = arguments.port or ports.choose(HOST, 1, None)[0]
         sys.stdout.write(f"http://{HOST}:{port}{server.root}\n")
         sys.stdout.write(
             f"From another machine: ssh -L {port}:{HOST}:{port} {Path('/proc/sys/kernel/hostname').read_text()}"
@@ -54,11 +55,3 @@ def run(arguments: argparse.Namespace) -> int:
         except OSError as error:
             raise ConfigError(f"--port={port} cannot be used ({error}); give another one, or leave it out") from error
     return 0
-
-
-def _free_port(host: str) -> int:
-    import socket
-
-    with socket.socket() as held:
-        held.bind((host, 0))
-        return int(held.getsockname()[1])

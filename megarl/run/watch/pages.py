@@ -10,7 +10,6 @@ from typing import Any
 
 from markupsafe import Markup
 
-from megarl.core.errors import DataError
 from megarl.engines.fleet import EngineRow
 from megarl.run.data import page as groups_page
 from megarl.run.data.filters import FORMS, selection_of
@@ -19,7 +18,7 @@ from megarl.run.report import html, svg
 from megarl.run.report.data import ReportData, end_of, logs_of
 from megarl.run.report.pieces import CSS, HATCH, macros
 from megarl.run.report.pieces import PIECES as FRAME
-from megarl.run.report.text import clean, duration, percent, status
+from megarl.run.report.text import clean, duration, status
 from megarl.run.watch.watched import RunNow, WatchedRun
 
 GROUPS = 6
@@ -57,14 +56,14 @@ _TEMPLATES = """
 {% endfor %}</tbody></table><p><button>Compare</button></p></form>
 {%- endmacro %}
 
-{% macro compared(root, names, metric, known, charts) -%}
-<header><h1>{{ names|length }} runs</h1></header>
+{% macro compared(root, css, metric, known, charts) -%}
+<header><h1>{{ css|length }} runs</h1></header>
 <form class="tools"><label>metric <input name="metric" list="metrics" value="{{ metric }}"></label>
-{% for name in names %}<input type="hidden" name="run" value="{{ name }}">{% endfor %}
+{% for name in css %}<input type="hidden" name="run" value="{{ name }}">{% endfor %}
 <datalist id="metrics">{% for name in known %}<option value="{{ name }}">{% endfor %}</datalist>
 <button>Show</button></form>
-<ul class="legend">{% for name in names %}<li><svg viewBox="0 0 14 14" aria-hidden="true">
-<line class="run r{{ loop.index0 % 8 }}" x1="0" x2="14" y1="7" y2="7"/></svg>
+<ul class="legend">{% for name, line in css.items() %}<li><svg viewBox="0 0 14 14" aria-hidden="true">
+<line class="{{ line }}" x1="0" x2="14" y1="7" y2="7"/></svg>
 <a href="{{ root }}{{ name|urlencode }}/">{{ name|clean }}</a></li>{% endfor %}</ul>
 <div class="charts pair">{% for title, drawn in charts %}<div class="card"><h3>{{ title }}</h3>{{ drawn }}</div>
 {% endfor %}</div>
@@ -84,7 +83,7 @@ placeholder="steps=3-10 reward=..0 kind=eval" title="{{ forms }}"></label>
 {%- endmacro %}
 
 {% macro log(files, at, text) -%}
-<form class="tools"><label>file <select name="file" onchange="this.form.submit()">
+<form class="tools"><label>file <select name="file">
 {% for name in files %}<option{{ " selected" if name == at }}>{{ name }}</option>{% endfor %}</select></label>
 <button>Show</button></form><div class="card"><div class="text whole">{{ text|clean }}</div></div>
 {%- endmacro %}
@@ -152,7 +151,7 @@ def overview(now: RunNow) -> list[Markup]:
     """Return the sections of a run's report, with its engines."""
     if now.data is None:
         return [FRAME.section("This run cannot be read", now.error)]
-    first, *others = html.sections(now.data)
+    first, *others = html.sections(now.data, now.alarms)
     return [first, _engines(now.engines, finished=now.data.finished), *others]
 
 
@@ -184,16 +183,20 @@ def runs(root: str, found: Mapping[str, WatchedRun]) -> list[Markup]:
         if data is None:
             rows.append((name, now.error, "", "", "", "", ""))
             continue
-        rewards = data.series("critic/rewards/mean")
-        reward = svg.number(rewards[-1][1]) if rewards else "—"
         steps = f"{data.steps_done} of {data.config.trainer.steps}"
-        accuracy = percent(data.after) if data.finished else _accuracy(data)
-        alarms = ", ".join(alarm.name for alarm in now.alarms)
-        rows.append((name, status(data), steps, reward, accuracy, age_of(run.folder), alarms))
+        figures = (last_of(data, "critic/rewards/mean"), accuracy_of(data), age_of(run.folder))
+        rows.append((name, status(data), steps, *figures, ", ".join(alarm.name for alarm in now.alarms)))
     return [PIECES.runs(root, rows)]
 
 
-def _accuracy(data: ReportData) -> str:
+def last_of(data: ReportData, metric: str) -> str:
+    """Return a metric of the last step that has it, as text."""
+    points = data.series(metric)
+    return svg.number(points[-1][1]) if points else "—"
+
+
+def accuracy_of(data: ReportData) -> str:
+    """Return the held-out accuracy of the last evaluation, as text."""
     return f"{data.accuracies[-1][1]:.1%}" if data.accuracies else "—"
 
 
@@ -208,15 +211,16 @@ def comparison(root: str, found: Mapping[str, WatchedRun], metric: str) -> list[
     read = {name: data for name, run in found.items() if (data := run.now().data) is not None}
     known = sorted({name for data in read.values() for _, metrics in data.steps for name in metrics})
     shown = [metric] if metric else list(METRICS)
+    css = {name: svg.curve_css(i) for i, name in enumerate(found)}
     drawn: list[tuple[str, Markup]] = []
     accuracies = {name: list(data.accuracies) for name, data in read.items() if data.accuracies}
     if accuracies and not metric:
-        drawn.append(("held-out accuracy", Markup(svg.overlay_chart("held-out accuracy", accuracies))))
+        drawn.append(("held-out accuracy", Markup(svg.overlay_chart("held-out accuracy", accuracies, css))))
     for title in shown:
         curves = {name: points for name, data in read.items() if (points := data.series(title))}
         if curves:
-            drawn.append((title, Markup(svg.overlay_chart(title, curves))))
-    return [PIECES.compared(root, list(found), metric, known, drawn)]
+            drawn.append((title, Markup(svg.overlay_chart(title, curves, css))))
+    return [PIECES.compared(root, css, metric, known, drawn)]
 
 
 def groups(
@@ -239,10 +243,7 @@ def groups(
         parts: list[Markup] = []
         for kind in ("train", "eval"):
             of_kind = [group for group in found[:GROUPS] if group.kind == kind]
-            try:
-                sections, links = groups_page.group_sections(run, selection, of_kind, TOKENS, kind)
-            except DataError as error:
-                sections, links = [FRAME.paragraph(str(error))], []
+            sections, links = groups_page.group_sections(run, selection, of_kind, TOKENS, kind)
             if sections:
                 parts += [
                     groups_page.PIECES.split(groups_page.SPLITS[kind][0]),

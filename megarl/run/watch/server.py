@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from aiohttp import web
@@ -15,17 +17,19 @@ from megarl.run.report.pieces import PIECES as FRAME
 from megarl.run.watch import pages
 from megarl.run.watch.watched import WatchedRun
 
+T = TypeVar("T")
 HOST = "127.0.0.1"
 
 
 class WatchServer:
-    """Serves pages of runs. Every page is made in a thread, one at a time for each run."""
+    """Serves pages of runs. They are made one at a time, in a thread of their own."""
 
     def __init__(self, runs: Mapping[str, WatchedRun], token: str = "") -> None:
         """Args:
         token: First part of every path, so that other users of the machine cannot read responses.
         """
         self._runs = runs
+        self._thread = ThreadPoolExecutor(1)
         self.root = f"/{token or secrets.token_urlsafe(12)}/"
 
     def app(self) -> web.Application:
@@ -48,24 +52,24 @@ class WatchServer:
     async def _index(self, request: web.Request) -> web.Response:
         if len(self._runs) == 1:
             raise web.HTTPFound(f"{self.root}{quote(next(iter(self._runs)))}/")
-        sections = await asyncio.to_thread(pages.runs, self.root, self._runs)
+        sections = await self._made(pages.runs, self.root, self._runs)
         return _page("runs", [pages.bar(self.root), *sections])
 
     async def _compare(self, request: web.Request) -> web.Response:
         named = [name for name in request.query.getall("run", []) if name in self._runs]
         found = {name: self._runs[name] for name in named or self._runs}
-        sections = await asyncio.to_thread(pages.comparison, self.root, found, request.query.get("metric", ""))
+        sections = await self._made(pages.comparison, self.root, found, request.query.get("metric", ""))
         return _page("runs", [pages.bar(self.root), *sections])
 
     async def _overview(self, request: web.Request) -> web.Response:
         name, run = self._run(request)
-        now = await asyncio.to_thread(run.now)
-        sections = await asyncio.to_thread(pages.overview, now)
+        now = await self._made(run.now)
+        sections = await self._made(pages.overview, now)
         return _page(name, [pages.bar(self.root, name, ""), *sections], poll="stamp", stamp=now.stamp)
 
     async def _stamp(self, request: web.Request) -> web.Response:
         _, run = self._run(request)
-        return web.Response(text=(await asyncio.to_thread(run.now)).stamp)
+        return web.Response(text=(await self._made(run.now)).stamp)
 
     async def _groups(self, request: web.Request) -> web.Response:
         name, run = self._run(request)
@@ -77,7 +81,7 @@ class WatchServer:
 
         number = int(skipped) if skipped.isascii() and skipped.isdecimal() else 0
         try:
-            sections, script = await asyncio.to_thread(pages.groups, run.folder, filters, words, number, path_of)
+            sections, script = await self._made(pages.groups, run.folder, filters, words, number, path_of)
         except MegarlError as error:
             empty = pages.PIECES.search(filters, words, "", "", "", str(error))
             sections, script = [empty], ""
@@ -85,7 +89,7 @@ class WatchServer:
 
     async def _log(self, request: web.Request) -> web.Response:
         name, run = self._run(request)
-        sections = await asyncio.to_thread(pages.log, run.folder, request.query.get("file", ""))
+        sections = await self._made(pages.log, run.folder, request.query.get("file", ""))
         return _page(name, [pages.bar(self.root, name, "log"), *sections])
 
     async def _curve(self, request: web.Request) -> web.FileResponse:
@@ -94,6 +98,9 @@ class WatchServer:
         if not path.is_file():
             raise web.HTTPNotFound
         return web.FileResponse(path)
+
+    async def _made(self, make: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, make, *arguments)
 
     def _run(self, request: web.Request) -> tuple[str, WatchedRun]:
         name = request.match_info["run"]

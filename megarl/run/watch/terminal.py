@@ -10,10 +10,8 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.run.report import svg
-from megarl.run.report.data import ReportData
 from megarl.run.report.text import clean
-from megarl.run.watch.pages import age_of
+from megarl.run.watch.pages import accuracy_of, age_of, last_of
 from megarl.run.watch.watched import WatchedRun
 
 FIGURES = (
@@ -71,16 +69,10 @@ def _figures(run: WatchedRun) -> dict[str, str]:
     data = run.now().data
     if data is None:
         return {}
-    accuracy = f"{data.accuracies[-1][1]:.1%}" if data.accuracies else "—"
     steps = f"{data.steps_done} of {data.config.trainer.steps}"
     state = "finished" if data.finished else "not finished"
-    head = {"state": state, "steps": steps, "last change": age_of(run.folder), "held-out": accuracy}
-    return head | {title: _last(data, metric) for title, metric in FIGURES}
-
-
-def _last(data: ReportData, metric: str) -> str:
-    points = data.series(metric)
-    return svg.number(points[-1][1]) if points else "—"
+    head = {"state": state, "steps": steps, "last change": age_of(run.folder), "held-out": accuracy_of(data)}
+    return head | {title: last_of(data, metric) for title, metric in FIGURES}
 
 
 def _plain(text: str) -> str:

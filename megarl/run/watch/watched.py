@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -38,27 +37,25 @@ class RunNow:
 
 
 class WatchedRun:
-    """Reads one run. Methods may be called from several threads."""
+    """Reads one run. Call it from one thread: a run's database is named in the environment of the process."""
 
     def __init__(self, folder: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder = folder
         self._clock = clock
-        self._lock = threading.Lock()
         self._now: RunNow | None = None
         self._seen: tuple[float, ...] = ()
         self._rests_until = 0.0
 
     def now(self) -> RunNow:
         """Return the run's contents, read again if its files have changed and the last reading is old enough."""
-        with self._lock:
-            begun = self._clock()
-            if self._now is not None and begun < self._rests_until:
-                return self._now
-            seen = tuple(_times(self.folder))
-            if self._now is None or seen != self._seen:
-                self._now, self._seen = _read(self.folder, f"{begun:.6f}"), seen
-            self._rests_until = self._clock() + REST * (self._clock() - begun)
+        begun = self._clock()
+        if self._now is not None and begun < self._rests_until:
             return self._now
+        seen = tuple(_times(self.folder))
+        if self._now is None or seen != self._seen:
+            self._now, self._seen = _read(self.folder, f"{begun:.6f}"), seen
+        self._rests_until = self._clock() + REST * (self._clock() - begun)
+        return self._now
 
 
 def found_runs(given: Sequence[str]) -> dict[str, WatchedRun]:
