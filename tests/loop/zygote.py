@@ -108,6 +108,7 @@ PRELOAD = (
     "vllm.v1.engine.async_llm",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
+    "megarl.engines.cpu.registered_kernels",
 )
 
 

@@ -15,9 +15,14 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from megarl.core.jobs import ProcessKind
 from megarl.run.process import ports
+from megarl.run.process.process import COMMON
+from megarl.run.process.process import PRELOAD as OF_KINDS
 
 PRELOAD = [
+    *COMMON,
+    *OF_KINDS[ProcessKind.TRAINER],
     "torch",
     "torch.distributed",
     "transformers",
@@ -29,15 +34,24 @@ PRELOAD = [
     "transformers.models.mixtral.configuration_mixtral",
     "transformers.models.qwen2.configuration_qwen2",
     "transformers.models.qwen3.configuration_qwen3",
+    "transformers.models.qwen3_5.configuration_qwen3_5",
+    "transformers.models.qwen3_5_moe.configuration_qwen3_5_moe",
     "transformers.models.qwen3_moe.configuration_qwen3_moe",
+    "transformers.models.qwen3_next.configuration_qwen3_next",
     "megarl.learn.training.model",
     "megatron.core.models.gpt",
+    "tests.loop.vision_models",
+    "tests.parallel.families",
     "tests.parallel.grid",
     "megarl.learn.models.attention",
+    "megarl.learn.models.delta",
     "megarl.learn.models.head",
-    "megarl.learn.models.head",
+    "megarl.learn.models.routing_replay",
+    "megarl.learn.models.vision",
     "megarl.learn.parallel.process_groups",
+    "huggingface_hub.serialization",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "megatron.core.dist_checkpointing.strategies.torch",
     "megatron.core.models.gpt.gpt_layer_specs",
     "psutil",
     "megarl.learn.models.experts",
@@ -64,10 +78,11 @@ def _rank_main(
 ) -> None:
     faulthandler.enable(open(stacks, "a"))  # noqa: SIM115 - it stays open as long as this process
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if not gpus:  # as the supervisor does for parallel.backend=gloo
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     import torch
 
+    if not gpus:  # as the supervisor does for parallel.backend=gloo
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        torch._dynamo.config.disable = True
     torch.set_num_threads(1)
     gc.freeze()  # modules stay, and take long to walk
     try:

@@ -60,6 +60,7 @@ PRELOAD: Mapping[ProcessKind, tuple[str, ...]] = {
         "vllm.v1.engine.async_llm",
         "vllm.v1.executor.uniproc_executor",
         "vllm.v1.worker.cpu_worker",
+        "megarl.engines.cpu.registered_kernels",
     ),
 }
 """Modules to preload for each kind of process, late imports included."""

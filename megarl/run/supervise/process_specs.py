@@ -43,8 +43,11 @@ from megarl.tasks.image_rows import MAX_IMAGES
 _PREFILL_TOKENS = 8192
 NGRAM = 2, 5
 """Fewest and most tokens at a sequence's end that ``rollout.speculative=ngram`` looks for earlier in the sequence."""
+_UNCOMPILED = {"TORCHDYNAMO_DISABLE": "1"}
+"""For processes on CPU. An engine's first request would compile for 19 s; a rank of a model with experts or with gated
+attention would compile Megatron's fusions for 3 to 8 s at each start."""
 _CPU_ENVIRONMENT = {
-    "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request compiles for 19 s
+    **_UNCOMPILED,
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM would bind to the cores that trainer ranks use
 }
 
@@ -345,13 +348,14 @@ def preload(config: Config, servers: ForkServers) -> None:
         if kind is ProcessKind.ENGINE:
             servers.preload(kind, engine_environment(config.rollout))
         elif kind is ProcessKind.TRAINER:
-            servers.preload(kind, _trainer_threads(config))
+            servers.preload(kind, _trainer_environment(config))
         elif kind is ProcessKind.EXPLORER:
             servers.preload(kind, ONE_THREAD)
 
 
-def _trainer_threads(config: Config) -> dict[str, str]:
-    return {"OMP_NUM_THREADS": str(config.trainer.num_threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+def _trainer_environment(config: Config) -> dict[str, str]:
+    compiled = {} if config.parallel.backend == "nccl" else _UNCOMPILED
+    return {"OMP_NUM_THREADS": str(config.trainer.num_threads), "CUDA_DEVICE_MAX_CONNECTIONS": "1", **compiled}
 
 
 def _engine(attempt: _Attempt, process: Planned) -> _Command:
@@ -381,7 +385,7 @@ def _trainer(attempt: _Attempt, process: Planned) -> _Command:
         "WORLD_SIZE": str(config.parallel.world_size),
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        **_trainer_threads(config),
+        **_trainer_environment(config),
     }
     return _Command(_started(attempt, process), env)
 
