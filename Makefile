@@ -38,7 +38,7 @@ faults: $(VENV)/.installed  ## do faults to running jobs, about ten minutes; the
 	$(PY) -m tests.system.fault_table $(ARGS)
 
 parity: $(VENV)/.installed  ## measure every grid against transformers again and write the table
-	$(PY) -W ignore -m tests.parallel.parity docs/parity.md
+	MEGARL_SOAK=1 $(PY) -W ignore -m tests.parallel.parity docs/parity.md
 
 learning: $(VENV)/.installed  ## every algorithm on the quickstart's task, about two hours; resumable
 	$(PY) benchmarks/learning.py $(ARGS)

@@ -1,4 +1,4 @@
-"""A front of a real ``megarl sandbox serve`` that answers every fifth request in one of more than 40 wrong ways.
+"""A front of a real ``megarl sandbox serve`` that answers every third request in one of more than 40 wrong ways.
 
 Replies are cut, changed, late or others'; zygotes, their bwrap and the service itself are killed around a program.
 """
@@ -223,7 +223,7 @@ class FaultySandbox:
             if request.method == "GET":
                 return "500" if self.requests and not next(self._gets) else None
             self.requests += 1
-            if next(self._posts) % 5 != 4:
+            if next(self._posts) % 3 != 2:
                 return None
             self._waiting = self._waiting or list(KINDS)
             return self._waiting.pop(0)

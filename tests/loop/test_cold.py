@@ -63,6 +63,7 @@ def test_a_difference_ends_the_job_and_is_named(tmp_path: Path) -> None:
     assert job.steps() == [1, 2]
 
 
+@pytest.mark.soak
 def test_a_job_that_is_killed_or_stopped_meanwhile_goes_on(tmp_path: Path) -> None:
     """The check comes after step 3, the checkpoint to go on from after step 2."""
     mark, held = cold_mark(tmp_path / "run" / COLD_FOLDER), Held(tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from tests.loop.vision_models import save_qwen_processor
 from tests.loop.zygote import Zygote
 from tests.parallel.families import FAMILIES, hf_model
 from tests.parallel.grid import run_grid
+from tests.system import commands
 from tests.system.jobs import Job
 
 QUICK = ("rope-size", "missing-expert", "kept-prefix", "temperature")
@@ -98,11 +97,10 @@ def test_rounding_to_bfloat16_is_within_the_tolerances(family: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_the_command_compares_a_row_of_a_run(whole_job: Job) -> None:
+def test_the_command_compares_a_row_of_a_run(whole_job: Job, tmp_path: Path) -> None:
     """With an engine process of its own, the run's last weights and its own chat template."""
-    command = [sys.executable, "-m", "megarl", "diff", str(whole_job.run_dir), "--row", "3"]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "chat template" in found.stdout and "comparisons agree" in found.stdout
+    status, text = commands.run(["-m", "megarl", "diff", str(whole_job.run_dir), "--row", "3"], tmp_path / "log")
+    assert status == 0, text
+    assert "chat template" in text and "comparisons agree" in text
     with pytest.raises(ConfigError, match="--row 100000"):
         run(cli.parse_arguments(["diff", str(whole_job.run_dir), "--row", "100000"]))

@@ -1,6 +1,6 @@
 """A job whose programs run at a faulty sandbox service trains the same model as one whose sandbox is whole.
 
-Every fifth request fails, in more than 40 ways; no failure is a reward of 0.
+Every third request fails, in more than 40 ways; no failure is a reward of 0.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from tests.loop.same_model import assert_same_model, steps
 from tests.system.jobs import START_S, Job
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(3 * START_S)]
-STEPS, TASKS = 3, 12
+STEPS, TASKS = 2, 12
 SETTINGS = (
     "experiment=quickstart",
     "taskset=code",
     "parallel=tp1",
     f"trainer.steps={STEPS}",
     f"trainer.tasks_per_step={TASKS}",
-    "trainer.eval_interval=3",
-    "trainer.checkpoint_interval=3",
+    "trainer.eval_interval=2",
+    "trainer.checkpoint_interval=2",
     "trainer.warm_start.steps=50",
     "trainer.warm_start.batch_size=64",
     "trainer.warm_start.optimizer.decay_steps=50",

@@ -1,4 +1,4 @@
-"""A whole job whose answers have 2,500 tokens each, in `make soak` 24,500: rollout, reward, inference and update on
+"""A whole job whose answers have 24,500 tokens each: rollout, reward, inference and update on
 TP2 × CP2, its stream cut once."""
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from megarl.config.schema import FromScratchConfig
 from megarl.core.schema import Task
 from megarl.learn.models.from_scratch import create
 from megarl.tasks import write_rows
-from tests.conftest import SOAK
 from tests.system.jobs import Job
 
-TOKENS = 24_500 if SOAK else 2_500
+TOKENS = 24_500
 CUT = ("ss", "-H", "-K", "-t", "state", "established", "dst", "127.0.0.1")
 """Aborts all TCP connections to a port; ``dport = PORT`` is still to come."""
 END = 4
@@ -134,6 +133,7 @@ def can_cut() -> bool:
 
 
 pytestmark = [
+    pytest.mark.soak,  # test_replaced.py has requests that are sent again, test_faults.py context parallelism
     pytest.mark.timeout(1500),
     pytest.mark.skipif(
         shutil.which("ss") is None or not can_cut(),

@@ -38,7 +38,7 @@ SETTINGS = (
     f"sync.max_staleness={BOUND}",
     "algorithm.correction=truncate",
     f"taskset.eval_size={TASKS}",
-    "evaluation.samples=8",
+    "evaluation.samples=4",
     "evaluation.temperature=1.0",
 )
 
@@ -79,7 +79,7 @@ class Found:
         for event in self.evaluations:
             data = event["data"]
             asked = self.asked[data["rollout_id"]]
-            assert self.spans[data["rollout_id"]] == [{WeightsVersion.parse(asked.version)}] * TASKS * 8
+            assert self.spans[data["rollout_id"]] == [{WeightsVersion.parse(asked.version)}] * TASKS * 4
             assert self.metrics[data["step"]]["val/accuracy"] == data["accuracy"]
 
     def meanwhile(self, step: int) -> int:

@@ -4,10 +4,7 @@ records show at their stage."""
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +13,6 @@ import numpy as np
 import pytest
 
 from megarl.core.kept_batches import KeptValues, values_path
-from megarl.core.processes.fork import Forked
 from tests.system import commands
 from tests.system.jobs import TINY, Job
 
@@ -41,19 +37,10 @@ MOST = 1e-6
 """Largest relative difference of a gradient norm between grids."""
 
 
-def started(argv: list[str], log: Path) -> int:
-    """Run a ``python -m`` command with the imports of the tests' jobs; return its exit status."""
-    with log.open("wb") as output:
-        process: Forked | subprocess.Popen[bytes] | None = commands.start(argv, dict(os.environ), output.fileno())
-        process = process or subprocess.Popen([sys.executable, *argv], stdout=output, stderr=subprocess.STDOUT)
-    return int(process.wait(180))
-
-
 def replayed(run_dir: Path, *options: str, step: int = 2) -> tuple[int, str]:
     """Status and output of ``megarl replay``."""
-    log = run_dir.with_suffix(".replay")
-    status = started(["-m", "megarl", "replay", str(run_dir), "--step", str(step), *options], log)
-    return status, log.read_text()
+    argv = ["-m", "megarl", "replay", str(run_dir), "--step", str(step), *options]
+    return commands.run(argv, run_dir.with_suffix(".replay"))
 
 
 def trained(run_dir: Path, settings: tuple[str, ...]) -> Path:
@@ -133,8 +120,8 @@ def test_what_was_changed_afterwards_is_named(run: Path) -> None:
     ],
 )
 def test_a_step_that_was_not_kept(run: Path, arguments: list[str], error: str, tmp_path: Path) -> None:
-    assert started(["-m", "megarl", "replay", str(run), *arguments], tmp_path / "log") == 2
-    assert error in (tmp_path / "log").read_text()
+    status, text = commands.run(["-m", "megarl", "replay", str(run), *arguments], tmp_path / "log")
+    assert status == 2 and error in text
 
 
 FAULTS = {
@@ -169,8 +156,7 @@ def test_a_fault_of_the_code_shows_at_its_stage(
         Runner(files.parent, commands.server()).make_models(["sums"])
     more = (*fault.settings, *KEPT[:3])
     settings = settings_of(JOBS[fault.job], files, tmp_path / "run", more, 2)
-    assert started(["-m", "megarl.exam.processes", name, *settings], tmp_path / "log") == 0, (
-        tmp_path / "log"
-    ).read_text()
+    status, text = commands.run(["-m", "megarl.exam.processes", name, *settings], tmp_path / "log")
+    assert status == 0, text
     status, text = replayed(tmp_path / "run")
     assert status == 1 and re.search(rf"differs first in its {stage}( of update 1)?(, by plain formulas)?:", text), text

@@ -234,6 +234,7 @@ def test_algorithms_with_data_of_their_own(trained: dict[str, Job], name: str) -
     assert all((g is not None and g.index == GREEDY) == (name == "remax") for g in greedy)
 
 
+@pytest.mark.soak  # the updates of a critic are compared with transformers in tests/parallel
 def test_the_critic_explains_what_the_prompt_decides(tmp_path: Path) -> None:
     """A reward that only the question decides, and an actor that stays: the explained variance rises to above a
     half."""

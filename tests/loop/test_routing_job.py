@@ -49,7 +49,9 @@ KEPT = ("sync.order=completion", "sync.pause=keep", "sync.max_staleness=1", "alg
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", [(), KEPT], ids=["own weights", "kept requests"])
+@pytest.mark.parametrize(
+    "order", [(), pytest.param(KEPT, marks=pytest.mark.soak)], ids=["own weights", "kept requests"]
+)
 def test_experts_of_every_token_reach_the_trainer(tmp_path: Path, order: tuple[str, ...]) -> None:
     workflow = tmp_path / "two_turns.py"
     workflow.write_text(TWO_TURNS)

@@ -21,7 +21,10 @@ WORKFLOWS = {
 }
 
 
-@pytest.mark.parametrize("workflow", WORKFLOWS)
+@pytest.mark.parametrize(
+    "workflow",
+    [pytest.param(name, marks=pytest.mark.soak if name == "agent" else ()) for name in WORKFLOWS],  # same turns
+)
 def test_engine_and_trainer_agree(tmp_path: Path, workflow: str) -> None:
     with left_alone(tmp_path / workflow, (*SETTINGS, *TURNS, *WORKFLOWS[workflow])) as run:
         steps = steps_of(run)

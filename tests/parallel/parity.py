@@ -22,6 +22,7 @@ from megarl.config.algorithms import AlgorithmConfig, KLConfig
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import ModelConfig, OptimizerConfig, ParallelConfig, RouterConfig, TrainerConfig
 from megarl.weights.architectures import Head
+from tests.conftest import SOAK
 from tests.parallel import peft_twin
 from tests.parallel.batches import sequences_of
 from tests.parallel.families import save as save_family
@@ -30,7 +31,7 @@ from tests.parallel.models import VOCAB, logical_tensors, save_tiny_qwen3
 from tests.parallel.several import OBJECTIVES, Expected, expected_of, several
 
 TOLERANCE = 1e-5
-UPDATES = 4
+UPDATES = 4 if SOAK else 2
 """Loss, gradient norm and gradients are compared before the first, losses before each."""
 SETTINGS = AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, entropy_coef=0.01, kl=KLConfig(coef=0.1))
 OPTIMIZER = OptimizerConfig(lr=1e-3, weight_decay=0.1, beta1=0.9, beta2=0.95, eps=1e-8, clip_grad=0.5)
@@ -110,7 +111,7 @@ class Errors:
     parameter: str
     """With the worst gradient."""
     later: float
-    """Losses of the updates that follow; of all four what routers measure (relative). Of trajectories of several
+    """Losses of the updates that follow; of all updates what routers measure (relative). Of trajectories of several
     samples: metrics, relative to the sum of their terms without signs."""
 
     @property

@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import atexit
 import os
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from megarl.core.processes.fork import Forked, ForkServer
 from megarl.exam.processes import ENVIRONMENT, MODULES
@@ -54,3 +57,11 @@ def start(argv: Sequence[str], env: Mapping[str, str], output: int) -> Command |
     if pid is None:
         assert process.closed, f"other variables than the server's: {sorted(process.differing(env))}"
     return None if pid is None else Command(pid)
+
+
+def run(argv: Sequence[str], log: Path, timeout: float = 300.0) -> tuple[int, str]:
+    """Run ``python ARGV`` to its end, forked where that is possible; return its status, and what it has printed."""
+    with log.open("wb") as output:
+        process: Command | subprocess.Popen[bytes] | None = start(argv, dict(os.environ), output.fileno())
+        process = process or subprocess.Popen([sys.executable, *argv], stdout=output, stderr=subprocess.STDOUT)
+    return process.wait(timeout), log.read_text()
