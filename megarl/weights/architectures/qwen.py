@@ -247,6 +247,31 @@ QWEN3_5_MOE = replace(
 )
 
 
+# Qwen3.5 as published, dense and with experts, images only: Qwen3-VL's tower, whose vectors the first layers do not add.
+# Sources as of the text models; vLLM 0.32 ``model_executor/models/qwen3_5.py``.
+_TOWER_3_5 = tuple(same(part.name, part, Stage.VISION) for part in _TOWER_3)
+
+QWEN3_5_VL = replace(
+    QWEN3_5,
+    name="qwen3_5",
+    models="Qwen3.5",
+    params=(*_TOWER_3_5, *QWEN3_5.params),
+    vllm_text="language_model.",
+    layers=LayerRules(partial_rotary=True, mrope_interleaved=True),
+    base_names=QWEN3_VL.base_names,
+)
+
+QWEN3_5_MOE_VL = replace(
+    QWEN3_5_MOE,
+    name="qwen3_5_moe",
+    models="Qwen3.5 with experts",
+    params=(*_TOWER_3_5, *QWEN3_5_MOE.params),
+    vllm_text="language_model.",
+    layers=QWEN3_5_VL.layers,
+    base_names=QWEN3_VL.base_names,
+)
+
+
 # Qwen3-Next: Qwen3.5's layers with experts, or one MLP in some; files with the rows of each key head together. Source:
 # ``transformers/models/qwen3_next/modeling_qwen3_next.py``.
 QWEN3_NEXT = replace(
