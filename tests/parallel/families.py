@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -383,6 +384,8 @@ def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
                 tensor.copy_(2.0 + 0.3 * torch.randn_like(tensor))
     if config_class:
         _saved_as(model, model_type)
+    if model_type == "qwen3_5_moe":  # published with stacked experts, which transformers writes one by one
+        model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
     return model
 
 

@@ -14,6 +14,7 @@ from megarl.weights.architectures.blocks import (
     GATED_ATTENTION,
     INPUT_NORM,
     JOINED_CONVOLUTION,
+    JOINED_EXPERTS,
     JOINED_GROUPS,
     MLP,
     OUTPUT,
@@ -267,6 +268,7 @@ QWEN3_5_MOE_VL = replace(
     models="Qwen3.5 with experts",
     params=(*_TOWER_3_5, *QWEN3_5_MOE.params),
     vllm_text="language_model.",
+    joined=(*QWEN3_5_MOE.joined, *JOINED_EXPERTS),
     layers=QWEN3_5_VL.layers,
     base_names=QWEN3_VL.base_names,
 )

@@ -186,11 +186,13 @@ def open_hf(path: Path) -> HFFiles | Dequantised | Divided:
 
 
 def divided(files: HFFiles | Dequantised, hf_config: Mapping[str, Any]) -> HFFiles | Dequantised | Divided:
-    """Split the fused tensors of files, named as in the family's table, into logical tensors."""
+    """Split the fused tensors of files, named as in the family's table, into logical tensors. Parts that files have as
+    tensors of their own stay."""
     found = ARCHITECTURES.get(str(hf_config.get("model_type")))
     if found is None or not found.joined:
         return files
-    return Divided(files, places_of_parts(found, hf_config))
+    parts = places_of_parts(found, hf_config)
+    return Divided(files, {name: place for name, place in parts.items() if name not in files.shapes})
 
 
 def open_files(path: Path) -> HFFiles | Dequantised:
