@@ -117,9 +117,7 @@ class SectionedRotary(torch.nn.Module):
         return torch.cat([half, half], dim=-1).transpose(0, 1).unsqueeze(2).contiguous()
 
 
-def install(
-    stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, share: float, *, trained: bool
-) -> None:
+def install(stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, share: float, *, trained: bool) -> None:
     """Prepare a bare GPTModel for images; do nothing for a text model.
 
     Args:

@@ -248,8 +248,8 @@ QWEN3_5_MOE = replace(
 )
 
 
-# Qwen3.5 as published, dense and with experts, images only: Qwen3-VL's tower, whose vectors the first layers do not add.
-# Sources as of the text models; vLLM 0.32 ``model_executor/models/qwen3_5.py``.
+# Qwen3.5 as published, dense and with experts, images only: Qwen3-VL's tower without DeepStack. Sources as of the text
+# models; vLLM 0.32 ``model_executor/models/qwen3_5.py``.
 _TOWER_3_5 = tuple(same(part.name, part, Stage.VISION) for part in _TOWER_3)
 
 QWEN3_5_VL = replace(
