@@ -424,7 +424,6 @@ OURS: dict[str, dict[str, Any]] = {
         "trainer.max_tokens_per_micro_batch": 4096,
     },
     "grpo_qwen3_5_35b_a3b": {
-        "model.recompute": "selective",
         "model.train_vision_tower": False,
         "trainer.steps": GEOMETRY3K // 32 * 15,
     },
