@@ -259,6 +259,7 @@ QWEN3_5_VL = replace(
     params=(*_TOWER_3_5, *QWEN3_5.params),
     vllm_text="language_model.",
     layers=LayerRules(partial_rotary=True, mrope_interleaved=True),
+    has_score_class=False,
     base_names=QWEN3_VL.base_names,
 )
 
