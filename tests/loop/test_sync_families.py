@@ -197,6 +197,7 @@ MORE_CELLS = (
     Cell("exaone4", TP2, {"tp": 2}),
     Cell("gemma3_text", PP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
+    Cell("qwen3_vl", TP2, {"tp": 2}, changes={"tie_word_embeddings": True}),  # 2B and 4B
     Cell("gpt_oss", EP2),
     Cell("ernie4_5_moe", EP2, {"tp": 2}),
     Cell("glm4", TP2, {"tp": 2}),
