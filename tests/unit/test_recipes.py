@@ -423,10 +423,7 @@ OURS: dict[str, dict[str, Any]] = {
         "trainer.steps": GEOMETRY3K // 64 * 15,
         "trainer.max_tokens_per_micro_batch": 4096,
     },
-    "grpo_qwen3_5_35b_a3b": {
-        "model.train_vision_tower": False,
-        "trainer.steps": GEOMETRY3K // 32 * 15,
-    },
+    "grpo_qwen3_5_35b_a3b": {"model.train_vision_tower": False, "trainer.steps": GEOMETRY3K // 32 * 15},
     "ppo_llama3_1_8b": {"critic.path": "models/Llama-3.1-8B-RM"},
     "grpo_qwen2_5_32b": {"reward.overlong_penalty": 0.5, "trainer.steps": 300},
     "grpo_qwen3_30b_a3b": {"rollout.max_prompt_tokens": 2048},
