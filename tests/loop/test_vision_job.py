@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -97,11 +98,14 @@ def test_layers_that_add_vectors_of_images(tmp_path: Path) -> None:
 @pytest.mark.soak
 def test_gated_delta_nets_with_images(tmp_path: Path) -> None:
     """Qwen3.5: engine and trainer agree as far as bfloat16 lets them, its tower learns, and a killed job has the same
-    bits."""
+    bits; but for the engine's log-probs, whose bits depend on the prompts that it computes at once."""
     settings = (*SETTINGS, "model.from_scratch.model_type=qwen3_5", "model.dtype=bfloat16")
     with whole_and_killed(tmp_path, settings, 3, 2, then=("rollout.placement=colocated",)) as runs:
-        whole, killed = map(learned, runs)
+        whole, killed = (
+            {name: value for name, value in learned(run).items() if not re.search("_diff|/ess/", name)} for run in runs
+        )
         assert whole == killed and any("actor/pg_loss" in name for name in whole)
+        assert any("linear_attn" in name for name in whole)
         steps = steps_of(runs[0])
         assert len(steps) == STEPS
         assert all(0 < step["training/rollout_logp_diff_mean"] < 0.05 for step in steps)
