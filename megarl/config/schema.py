@@ -32,7 +32,7 @@ from megarl.config.taskset import TasksetConfig
 
 @dataclass(frozen=True)
 class VisionTowerConfig:
-    """Vision tower of a new model with model_type=qwen2_5_vl or qwen3_vl; other families have none."""
+    """Vision tower of a new model with model_type=qwen2_5_vl, qwen3_vl or qwen3_5."""
 
     depth: Count = 2
     """Layers of the vision tower."""
@@ -48,9 +48,9 @@ class VisionTowerConfig:
     """Patches in each direction that become one image token."""
     window_size: Count = 28
     """Width and height in pixels of the attention windows, a multiple of ``patch_size`` * ``spatial_merge_size``;
-    qwen3_vl has none."""
+    qwen2_5_vl only."""
     full_attention_every: Count = 2
-    """Interval of layers whose attention sees the whole image; other layers see a window. In qwen3_vl all see it."""
+    """Interval of layers whose attention sees the whole image; other layers see a window. qwen2_5_vl only."""
     max_image_tokens: Annotated[int, Bound(1, 16384)] = 16
     """Most tokens of an image; the processor shrinks larger images."""
 
@@ -82,12 +82,12 @@ class FromScratchConfig:
     initializer_range: Annotated[float, Bound(0, 10, above=True)] = 0.05
     """Standard deviation of the initial weights."""
     vision: VisionTowerConfig = field(default_factory=VisionTowerConfig)
-    """Vision tower, with model_type=qwen2_5_vl or qwen3_vl."""
+    """Vision tower, with model_type=qwen2_5_vl, qwen3_vl or qwen3_5."""
 
     @property
     def sees(self) -> bool:
         """True if the model has a vision tower."""
-        return self.model_type in ("qwen2_5_vl", "qwen3_vl")
+        return self.model_type in ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors.torch import load_file
 
 from megarl.buffer.store import Store
@@ -78,7 +79,8 @@ def learned(run_dir: Path) -> dict[str, Any]:
         if not NOT_COMPARED.match(name)
     }
     weights = load_file(run_dir / "hf" / "model.safetensors")
-    return found | {name: sha256(tensor.numpy().tobytes()).hexdigest() for name, tensor in weights.items()}
+    bits = {name: tensor.flatten().view(torch.uint8).numpy() for name, tensor in weights.items()}
+    return found | {name: sha256(each.tobytes()).hexdigest() for name, each in bits.items()}
 
 
 def steps_of(run_dir: Path) -> list[dict[str, float]]:

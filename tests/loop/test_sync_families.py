@@ -53,6 +53,15 @@ _DELTA: dict[str, Any] = {
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4},
     **{"linear_key_head_dim": 128, "linear_value_head_dim": 128},
 }
+
+
+def _with_tower(family: str) -> dict[str, Any]:
+    """``_DELTA`` of a family with a tower."""
+    settings = FAMILIES[family][1]
+    rope = {**settings["text_config"]["rope_parameters"], "mrope_section": [4, 2, 2]}
+    return {**settings, "text_config": {**settings["text_config"], **_DELTA, "rope_parameters": rope}}
+
+
 SIZES: dict[str, dict[str, Any]] = {
     "llama2": _HIDDEN_128,
     "llama3": _ENGINE_SIZES,
@@ -111,6 +120,8 @@ SIZES: dict[str, dict[str, Any]] = {
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA,
     "qwen3_next": {**_DELTA, "mlp_only_layers": [1]},
+    "qwen3_5_vl": _with_tower("qwen3_5_vl"),
+    "qwen3_5_moe_vl": _with_tower("qwen3_5_moe_vl"),
 }
 """What vLLM's CPU kernels have: heads of 32, latent attention of 512 and 64. vLLM's Qwen2 and Mixtral divide hidden by
 heads."""
@@ -186,6 +197,7 @@ MORE_CELLS = (
     Cell("exaone4", TP2, {"tp": 2}),
     Cell("gemma3_text", PP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
+    Cell("qwen3_vl", TP2, {"tp": 2}, changes={"tie_word_embeddings": True}),  # 2B and 4B
     Cell("gpt_oss", EP2),
     Cell("ernie4_5_moe", EP2, {"tp": 2}),
     Cell("glm4", TP2, {"tp": 2}),
@@ -200,6 +212,8 @@ BF16_CELLS = {
     Cell("qwen3_5", TP2, {}, "bfloat16"): 0.05,
     Cell("qwen3_5", PP2, {"tp": 2}, "bfloat16"): 0.05,
     Cell("qwen3_5_moe", EP2, {"tp": 2}, "bfloat16"): 0.05,
+    Cell("qwen3_5_vl", TP2, {"tp": 2}, "bfloat16"): 0.05,
+    Cell("qwen3_5_moe_vl", TP2_EP2, {"tp": 2}, "bfloat16"): 0.05,
     Cell("qwen3_next", TP2_EP2, {}, "bfloat16"): 0.05,
     Cell("qwen3_next", EP2, {"tp": 2}, "bfloat16"): 0.05,
 }

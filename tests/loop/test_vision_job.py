@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -92,6 +93,25 @@ def test_layers_that_add_vectors_of_images(tmp_path: Path) -> None:
         tower = [name for name in before if name.startswith("model.visual.")]
         assert any("deepstack" in name for name in tower)
         assert not any(torch.equal(before[name], after[name]) for name in tower)
+
+
+@pytest.mark.soak
+def test_gated_delta_nets_with_images(tmp_path: Path) -> None:
+    """Qwen3.5: engine and trainer agree as far as bfloat16 lets them, its tower learns, and a killed job has the same
+    bits; but for the engine's log-probs, whose bits depend on the prompts that it computes at once."""
+    settings = (*SETTINGS, "model.from_scratch.model_type=qwen3_5", "model.dtype=bfloat16")
+    with whole_and_killed(tmp_path, settings, 3, 2, then=("rollout.placement=colocated",)) as runs:
+        whole, killed = (
+            {name: value for name, value in learned(run).items() if not re.search("_diff|/ess/", name)} for run in runs
+        )
+        assert whole == killed and any("actor/pg_loss" in name for name in whole)
+        assert any("linear_attn" in name for name in whole)
+        steps = steps_of(runs[0])
+        assert len(steps) == STEPS
+        assert all(0 < step["training/rollout_logp_diff_mean"] < 0.05 for step in steps)
+        before, after = (load_file(runs[0] / name / "model.safetensors") for name in ("reference", "hf"))
+        tower = [name for name in before if name.startswith("model.visual.")]
+        assert tower and any(not torch.equal(before[name], after[name]) for name in tower)
 
 
 @pytest.mark.parametrize("algorithm", [pytest.param("sft", marks=pytest.mark.soak), "dpo", "reward_model"])

@@ -22,6 +22,10 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2_5_VLProcessor,
     Qwen2VLImageProcessorPil,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3VLConfig,
     Qwen3VLForConditionalGeneration,
     Qwen3VLProcessor,
@@ -148,9 +152,13 @@ QWEN3_SIZES: dict[str, Any] = {
         **{"num_position_embeddings": 25, "deepstack_visual_indexes": [0, 2]},
     },
 }
+_OWN_TOWER = {name: value for name, value in QWEN3_SIZES["vision_config"].items() if "deepstack" not in name}
+QWEN3_5_SIZES: dict[str, Any] = {**QWEN3_SIZES, "vision_config": _OWN_TOWER}
 QWEN: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
     "qwen2_5_vl": (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2_5_VLProcessor, QWEN_SIZES),
     "qwen3_vl": (Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLProcessor, QWEN3_SIZES),
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3VLProcessor, QWEN3_5_SIZES),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration, Qwen3VLProcessor, QWEN3_5_SIZES),
 }
 """``model_type`` -> transformers' configuration, model and processor, and the configuration's arguments."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -94,6 +95,21 @@ _DELTA = {
     "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5},
 }
 
+
+def _with_tower(text: dict[str, Any]) -> dict[str, Any]:
+    """As a language model of Qwen3.5; its images are in vision.py."""
+    rope = {**text["rope_parameters"], "mrope_section": [2, 2, 2], "mrope_interleaved": True}
+    return {
+        "text_config": {**text, "rope_parameters": rope},
+        "vision_config": {
+            **{"depth": 3, "hidden_size": 32, "intermediate_size": 40, "num_heads": 2, "out_hidden_size": 64},
+            **{"patch_size": 14, "spatial_merge_size": 2, "num_position_embeddings": 25},
+        },
+        **{"image_token_id": 4, "video_token_id": 5, "vision_start_token_id": 2, "vision_end_token_id": 3},
+        "tie_word_embeddings": False,
+    }
+
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {**_DENSE, "num_key_value_heads": 4}),
     "llama3": (
@@ -155,6 +171,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_next",
         {**_DELTA, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72, "mlp_only_layers": [1]}
         | {"num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    ),
+    "qwen3_5_vl": ("qwen3_5", _with_tower(_DELTA)),
+    "qwen3_5_moe_vl": (
+        "qwen3_5_moe",
+        _with_tower(
+            {**_DELTA, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 72}
+            | {"num_experts": 8, "num_experts_per_tok": 3}
+        ),
     ),
     "mixtral": ("mixtral", {**_DENSE, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": (
@@ -308,6 +332,7 @@ ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "seed_oss", "smollm3", "qwen2_windows"),
     *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
+    *("qwen3_5_vl", "qwen3_5_moe_vl"),
     *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "ministral3", "gpt_oss"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
@@ -359,6 +384,8 @@ def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
                 tensor.copy_(2.0 + 0.3 * torch.randn_like(tensor))
     if config_class:
         _saved_as(model, model_type)
+    if model_type == "qwen3_5_moe":  # published with stacked experts, which transformers writes one by one
+        model.save_pretrained = partial(model.save_pretrained, save_original_format=False)
     return model
 
 

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 FAMILY = "qwen2_5_vl"
 DEEPSTACK = "qwen3_vl"
 """Family whose first layers add vectors of images."""
+HYBRID = "qwen3_5_vl"
+"""Family with gated delta nets among its layers."""
 IMAGE, MERGE = 4, 2
 PATCH = 3 * 2 * 14 * 14
 """Numbers of a patch."""

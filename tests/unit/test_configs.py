@@ -47,6 +47,8 @@ NODES = {
     "grpo_qwen3_8b": 1,
     "grpo_qwen2_5_vl_7b": 1,
     "grpo_qwen3_vl_8b": 1,
+    "grpo_qwen3_5_27b": 2,
+    "grpo_qwen3_5_35b_a3b": 2,
     "mix_qwen2_5_7b": 1,
     "dpo_llama3_1_8b": 1,
     "ppo_llama3_1_8b": 1,
@@ -59,7 +61,7 @@ NODES = {
     "grpo_qwen2_5_32b": 8,
     "grpo_deepseek_v3": 128,
 }
-LARGE = ("grpo_qwen3_30b_a3b", "gspo_glm4_5_air", "gspo_qwen3_235b_a22b", "grpo_deepseek_v3")
+LARGE = ("grpo_qwen3_30b_a3b", "grpo_qwen3_5_35b_a3b", "gspo_glm4_5_air", "gspo_qwen3_235b_a22b", "grpo_deepseek_v3")
 """Thousands of experts' tensors: to plan everything takes seconds, so two engine ranks are planned."""
 TOYS = (
     "quickstart",
@@ -453,9 +455,11 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tower = VisionTowerConfig(patch_size=14, max_image_tokens=16384)
     seeing = FromScratchConfig(model_type="qwen2_5_vl", max_position_embeddings=65536, vision=tower)
     write_tokenizer(folder / "qwen2_5_vl", seeing)
-    write_tokenizer(folder / "qwen3_vl", replace(seeing, model_type="qwen3_vl", vision=replace(tower, patch_size=16)))
+    for family in ("qwen3_vl", "qwen3_5"):
+        write_tokenizer(folder / family, replace(seeing, model_type=family, vision=replace(tower, patch_size=16)))
+    shutil.copytree(folder / "qwen3_5", folder / "qwen3_5_moe")
     for name in [*MODELS, "Llama-3.1-8B-RM"]:
-        kind = published_config(name)["model_type"] if "-VL-" in name else "tokenizer"
+        kind = published_config(name)["model_type"] if "vision_config" in published_config(name) else "tokenizer"
         write_model(Path(shutil.copytree(folder / kind, folder / "models" / name)), published_config(name))
     return folder
 

@@ -13,17 +13,12 @@ import pytest
 import torch
 from PIL import Image
 from tokenizers import Tokenizer
-from transformers import (
-    AutoProcessor,
-    AutoTokenizer,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen3VLForConditionalGeneration,
-)
+from transformers import AutoModelForImageTextToText, AutoProcessor, AutoTokenizer, Qwen2_5_VLForConditionalGeneration
 
 from megarl.config.schema import FromScratchConfig, VisionTowerConfig
 from megarl.core.errors import ConfigError, DataError
 from megarl.core.schema import Task
-from megarl.learn.models.from_scratch import DEEPSTACK, IMAGE, VISION, VISION_TOKENS, create
+from megarl.learn.models.from_scratch import DEEPSTACK, HYBRID, IMAGE, VISION, VISION_TOKENS, create
 from megarl.run.run_dir.prepare import model_recipe, with_prompt_limit
 from megarl.tasks import ChatTokenizer, chat_messages, generate, read_rows
 from megarl.tasks.image_processor import Processor
@@ -49,15 +44,20 @@ TEXT_MODELS = {
 
 
 @torch.no_grad()
-def test_a_qwen3_vl_is_made_too(tmp_path: Path) -> None:
-    """It has a head of its own width, and the table that megarl reads its files by."""
-    small = replace(SMALL, model_type=DEEPSTACK, head_dim=24, num_hidden_layers=3)
+@pytest.mark.parametrize("model_type", [DEEPSTACK, HYBRID])
+def test_the_other_families_are_made_too(tmp_path: Path, model_type: str) -> None:
+    """Heads have a width of their own; the files have the tensors of the table."""
+    small = replace(SMALL, model_type=model_type, head_dim=24, num_hidden_layers=3)
     create(tmp_path / "model", small, CORPUS, seed=1)
     path, hf_config = tmp_path / "model", read_hf_config(tmp_path / "model")
-    assert hf_config["rope_parameters"]["mrope_section"] == [4, 4, 4]
-    assert hf_config["vision_config"]["deepstack_visual_indexes"] == [0, 1]
+    if model_type == DEEPSTACK:
+        assert hf_config["rope_parameters"]["mrope_section"] == [4, 4, 4]
+        assert hf_config["vision_config"]["deepstack_visual_indexes"] == [0, 1]
+    else:
+        assert hf_config["rope_parameters"]["mrope_section"] == [2, 2, 2]
+        assert hf_config["layer_types"] == ["linear_attention", "linear_attention", "full_attention"]
     assert open_hf(path).shapes == architecture(hf_config).tensors(hf_config)
-    model = Qwen3VLForConditionalGeneration.from_pretrained(path).eval()
+    model = AutoModelForImageTextToText.from_pretrained(path).eval()
     processor, logits = AutoProcessor.from_pretrained(path), []
     for seed in (28, 29):
         image = Image.open(io.BytesIO(picture(seed))).resize((28, 28))
@@ -155,7 +155,7 @@ def test_the_same_arguments_write_the_same_bytes(vision_model: Path, tmp_path: P
     ("changes", "tower", "message"),
     [
         ({"head_dim": 16}, {}, r"head_dim=16 is not hidden_size / num_attention_heads = 64 / 2"),
-        ({"hidden_size": 12, "head_dim": 6}, {}, r"head_dim=6 must be even and at least 8"),
+        ({"hidden_size": 12, "head_dim": 6}, {}, r"head_dim=6 must be a multiple of 2 and at least 8"),
         ({}, {"hidden_size": 36}, r"vision.hidden_size=36 must be a multiple of 4 \* num_heads = 8"),
         ({}, {"window_size": 30}, r"vision.window_size=30 must be a multiple of patch_size \* spatial_merge_size = 14"),
     ],

@@ -31,10 +31,12 @@ def main() -> None:
 
 
 async def _serve(arguments: Namespace) -> None:
+    from vllm.entrypoints.generate.structured_decisions.strategies import READ_STRATEGIES
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs("APIServer", skip_if_decorated=True)
+    READ_STRATEGIES.clear()  # structured decisions: they fail the start if the tokenizer lacks their labels
     signal.signal(signal.SIGTERM, _interrupt)  # until uvicorn installs its handler
     address, listening = setup_server(arguments, reuse_port=True)
     await run_server_worker(address, listening, arguments)

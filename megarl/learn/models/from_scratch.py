@@ -28,6 +28,8 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2VLImageProcessorPil,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3VLConfig,
@@ -44,7 +46,7 @@ from megarl.core.imports import do_without_videos
 PAD, UNK, USER, ASSISTANT, END = SPECIAL_TOKENS = ("<|pad|>", "<|unk|>", "<|user|>", "<|assistant|>", "<|end|>")
 """Ids 0..4. ``<|end|>`` is the end-of-sequence token. A character outside the corpus becomes ``<|unk|>``."""
 
-VISION, DEEPSTACK = "qwen2_5_vl", "qwen3_vl"
+VISION, DEEPSTACK, HYBRID = "qwen2_5_vl", "qwen3_vl", "qwen3_5"
 """Model families that take images."""
 VISION_TOKENS = VISION_START, VISION_END, IMAGE, VIDEO = (
     "<|vision_start|>",
@@ -172,8 +174,12 @@ def _check_vision(config: FromScratchConfig) -> None:
             f"{where}.head_dim={config.head_dim} is not hidden_size / num_attention_heads = {config.hidden_size} / "
             f"{config.num_attention_heads}, as {VISION} has it; set one of the three"
         )
-    if config.head_dim % 2 or config.head_dim < 8:
-        raise ConfigError(f"{where}.head_dim={config.head_dim} must be even and at least 8 for {config.model_type}")
+    unit = 4 if config.model_type == HYBRID else 2
+    if config.head_dim % unit or config.head_dim < 4 * unit:
+        raise ConfigError(
+            f"{where}.head_dim={config.head_dim} must be a multiple of {unit} and at least {4 * unit} for "
+            f"{config.model_type}"
+        )
     if tower.hidden_size % (4 * tower.num_heads):
         raise ConfigError(
             f"{where}.vision.hidden_size={tower.hidden_size} must be a multiple of 4 * num_heads = "
@@ -211,7 +217,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, config: FromScratchConfig
         merge_size=tower.spatial_merge_size,
         temporal_patch_size=FRAMES,
     )
-    make = Qwen3VLProcessor if config.model_type == DEEPSTACK else Qwen2_5_VLProcessor
+    make = Qwen2_5_VLProcessor if config.model_type == VISION else Qwen3VLProcessor
     make(image_processor=images, tokenizer=fast, chat_template=VISION_CHAT_TEMPLATE).save_pretrained(folder)
 
 
@@ -224,8 +230,9 @@ MODELS: dict[str, tuple[Any, Any]] = {
     "mistral": (MistralConfig, MistralForCausalLM),
     VISION: (Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration),
     DEEPSTACK: (Qwen3VLConfig, Qwen3VLForConditionalGeneration),
+    HYBRID: (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
 }
-"""Dense families. They differ in no setting of ``FromScratchConfig`` except the vision towers of two."""
+"""Dense families. They differ in no setting of ``FromScratchConfig`` except the vision towers of three."""
 PLACES = 16 * 16
 """Rows of a tower's table of positions, which is stretched over each image."""
 LEVELS = 3
@@ -268,22 +275,25 @@ def _model(config: FromScratchConfig, seed: int) -> PreTrainedModel:
 def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, Any]:
     """Make the arguments of a vision-language model's config: ``sizes`` of the language model, sizes of the tower,
     token ids."""
-    tower, pairs = config.vision, config.head_dim // 2
-    turns = config.model_type == DEEPSTACK
+    tower, family = config.vision, config.model_type
     # What the last layer adds to images' tokens reaches no other token, and would learn nothing.
     levels = max(1, min(tower.depth, config.num_hidden_layers - 1, LEVELS))
-    if not turns:
+    if family == VISION:
         del sizes["head_dim"]  # this family derives it from hidden_size / num_attention_heads
+    if family == HYBRID:
+        sizes |= _delta_nets(config)
     dtype, tied = sizes.pop("dtype"), sizes.pop("tie_word_embeddings")
+    pairs = config.head_dim // (4 if family == HYBRID else 2)
     # For each of height and width, in Qwen's proportions: 16, 24, 24 of 64, or every third one.
-    across = pairs // 3 if turns else pairs * 3 // 8
+    across = pairs * 3 // 8 if family == VISION else pairs // 3
     sizes["rope_parameters"] = {
         "rope_type": "default",
         "rope_theta": 10000.0,
         "mrope_section": [pairs - 2 * across, across, across],
-        **({"mrope_interleaved": True} if turns else {}),
+        **({} if family == VISION else {"mrope_interleaved": True}),
+        **({"partial_rotary_factor": 0.5} if family == HYBRID else {}),
     }
-    of_family = {
+    of_family: dict[str, dict[str, Any]] = {
         VISION: {
             "window_size": tower.window_size,
             "fullatt_block_indexes": list(
@@ -291,6 +301,7 @@ def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, A
             ),
         },
         DEEPSTACK: {"num_position_embeddings": PLACES, "deepstack_visual_indexes": list(range(levels))},
+        HYBRID: {"num_position_embeddings": PLACES},
     }
     start, end, image, video = range(len(SPECIAL_TOKENS), len(SPECIAL_TOKENS) + len(VISION_TOKENS))
     return {
@@ -304,7 +315,7 @@ def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, A
             "patch_size": tower.patch_size,
             "spatial_merge_size": tower.spatial_merge_size,
             "temporal_patch_size": FRAMES,
-            **of_family[config.model_type],
+            **of_family[family],
             "initializer_range": config.initializer_range,
         },
         "vision_start_token_id": start,
@@ -313,4 +324,18 @@ def _with_tower(config: FromScratchConfig, sizes: dict[str, Any]) -> dict[str, A
         "video_token_id": video,
         "tie_word_embeddings": tied,
         "dtype": dtype,
+    }
+
+
+def _delta_nets(config: FromScratchConfig) -> dict[str, Any]:
+    """Make the settings of gated delta nets: in three of four layers, but not the last one; heads of 128, the width
+    that vLLM has on CPUs."""
+    last = config.num_hidden_layers - 1
+    attends = [layer % 4 == 3 or layer == last for layer in range(config.num_hidden_layers)]
+    return {
+        "layer_types": ["full_attention" if attention else "linear_attention" for attention in attends],
+        "linear_num_key_heads": config.num_key_value_heads,
+        "linear_num_value_heads": config.num_attention_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
     }

@@ -81,7 +81,8 @@ def build_chunks(
         (lm_head.install_value_head if head == "score" else lm_head.install)(stage)
         experts.install(stage)
         packed.install(stage, layer_ropes)
-        vision.install(stage, hf_config, gpt.get("rotary_base", 0.0), trained=model.train_vision_tower)
+        base, share = gpt.get("rotary_base", 0.0), gpt.get("rotary_percent", 1.0)
+        vision.install(stage, hf_config, base, share, trained=model.train_vision_tower)
         if parallel.backend == "nccl":
             stage = stage.cuda()
         if config.bf16:

@@ -5,7 +5,7 @@ images, and inserts those in its share of the tokens into the embeddings. With D
 layers add further vectors, those of the tower's middle blocks, to their outputs at the same places.
 
 Shape legend: s tokens on this rank, b rows of the micro-batch, S tokens of the micro-batch on this context-parallel
-rank, H hidden size, d width of a head.
+rank, H hidden size, d rotated width of a head.
 """
 
 from __future__ import annotations
@@ -117,11 +117,12 @@ class SectionedRotary(torch.nn.Module):
         return torch.cat([half, half], dim=-1).transpose(0, 1).unsqueeze(2).contiguous()
 
 
-def install(stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, *, trained: bool) -> None:
+def install(stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, share: float, *, trained: bool) -> None:
     """Prepare a bare GPTModel for images; do nothing for a text model.
 
     Args:
         base: Base of the rotary angles.
+        share: Rotated share of a head.
         trained: Train the tower with the language model.
     """
     gpt: Any = stage
@@ -129,7 +130,8 @@ def install(stage: torch.nn.Module, hf_config: Mapping[str, Any], base: float, *
     if config.mrope_section is None:
         return
     arch = architecture(hf_config)
-    gpt.rotary_pos_emb = SectionedRotary(config.kv_channels, base, interleaved=arch.layers.mrope_interleaved)
+    width = int(config.kv_channels * share)
+    gpt.rotary_pos_emb = SectionedRotary(width, base, interleaved=arch.layers.mrope_interleaved)
     gpt.mrope_section = config.mrope_section
     gpt.position_embedding_type = "mrope"
     if not gpt.pre_process:

@@ -39,6 +39,8 @@ from megarl.weights.architectures.qwen import (
     QWEN3,
     QWEN3_5,
     QWEN3_5_MOE,
+    QWEN3_5_MOE_VL,
+    QWEN3_5_VL,
     QWEN3_MOE,
     QWEN3_NEXT,
     QWEN3_VL,
@@ -84,6 +86,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
     "qwen3_vl": QWEN3_VL,
+    "qwen3_5": QWEN3_5_VL,
+    "qwen3_5_moe": QWEN3_5_MOE_VL,
 }
 """``model_type`` in config.json -> table."""
 

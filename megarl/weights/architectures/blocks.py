@@ -285,6 +285,11 @@ _EXPERTS = gated("mlp.experts.{expert}", "expert_ffn")
 _ROUTER = Logical("mlp.gate.weight", "experts hidden")
 EXPERTS = expert_rows(_EXPERTS, _ROUTER)
 VLLM_EXPERTS = vllm_experts(_EXPERTS, "mlp")
+JOINED_EXPERTS = (
+    JoinedTensor("mlp.experts.gate_up_proj", tuple(part.name for part in _EXPERTS[:2])),
+    JoinedTensor("mlp.experts.down_proj", (_EXPERTS[2].name,)),
+)
+"""Experts in stacks; files with one tensor for each expert are read, too."""
 
 _ROUTER_BIAS = Logical("mlp.gate.e_score_correction_bias", "experts", dtype="float32")
 

@@ -153,24 +153,24 @@ def _number(name: str, hf_config: HFConfig, key: str) -> float:
 
 def _vision(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[str, Any]:
     """Arguments for M-RoPE (arXiv:2409.12191): sections of a head that rotate by a token's time, row and column."""
-    name, interleaved = arch.name, arch.layers.mrope_interleaved
-    sections = rope_settings(name, hf_config).get("mrope_section")
-    if (given := rope_settings(name, hf_config).get("mrope_interleaved", False)) is not interleaved:
+    name, interleaved, rope = arch.name, arch.layers.mrope_interleaved, settings_of(arch, hf_config)
+    sections, rotated = rope.get("mrope_section"), int(sizes.head * rope["partial_rotary_factor"])
+    if (given := rope.get("mrope_interleaved", False)) is not interleaved:
         raise ArchitectureError(
             f"{name} with mrope_interleaved={given!r} is not supported, only {interleaved}: transformers computes that "
             "whatever the key says, vLLM follows the key; use the checkpoint's own config.json"
         )
-    if not isinstance(sections, (list, tuple)) or not _halve(sections, sizes.head):
+    if not isinstance(sections, (list, tuple)) or not _halve(sections, rotated):
         raise ArchitectureError(
             f"{name} with mrope_section={sections!r} is not supported: three sections with half of a head's "
-            f"{sizes.head} dimensions are; use the checkpoint's own config.json"
+            f"{rotated} rotated dimensions are; use the checkpoint's own config.json"
         )
-    if interleaved and 6 * max(sections[1:]) > sizes.head:
+    if interleaved and any(axis + 3 * (sections[axis] - 1) >= rotated // 2 for axis in (1, 2)):
         raise ArchitectureError(
-            f"{name} with mrope_section={sections!r} is not supported: every third of a head's {sizes.head // 2} "
+            f"{name} with mrope_section={sections!r} is not supported: every third of a head's {rotated // 2} "
             "frequencies belongs to rows, and to columns; use the checkpoint's own config.json"
         )
-    if (kind := rope_settings(name, hf_config)["rope_type"]) != "default":
+    if (kind := rope["rope_type"]) != "default":
         raise ArchitectureError(
             f"{name} with rope_type={kind!r} is not supported, only 'default': Megatron-Core does not scale positions "
             "of images; use a checkpoint without the scaling, or remove it from config.json where no sequence is "
@@ -192,9 +192,9 @@ def _vision(arch: Architecture, sizes: ModelSizes, hf_config: HFConfig) -> dict[
     return {"mrope_section": list(sections)}
 
 
-def _halve(sections: Sequence[Any], head: int) -> bool:
-    """True for three numbers that sum to half of ``head``."""
-    return len(sections) == 3 and all(isinstance(n, int) and n >= 0 for n in sections) and 2 * sum(sections) == head
+def _halve(sections: Sequence[Any], width: int) -> bool:
+    """True for three numbers that sum to half of ``width``."""
+    return len(sections) == 3 and all(isinstance(n, int) and n >= 0 for n in sections) and 2 * sum(sections) == width
 
 
 def _windows(arch: Architecture, hf_config: HFConfig, num_layers: int) -> dict[str, Any]:

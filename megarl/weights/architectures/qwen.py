@@ -14,6 +14,7 @@ from megarl.weights.architectures.blocks import (
     GATED_ATTENTION,
     INPUT_NORM,
     JOINED_CONVOLUTION,
+    JOINED_EXPERTS,
     JOINED_GROUPS,
     MLP,
     OUTPUT,
@@ -244,6 +245,33 @@ QWEN3_5_MOE = replace(
     has_score_class=False,
     megatron={"moe_shared_expert_gate": True},
     keys={"ffn": ("moe_intermediate_size",), "shared_ffn": ("shared_expert_intermediate_size",)},
+)
+
+
+# Qwen3.5 as published, dense and with experts, images only: Qwen3-VL's tower without DeepStack. Sources as of the text
+# models; vLLM 0.32 ``model_executor/models/qwen3_5.py``.
+_TOWER_3_5 = tuple(same(part.name, part, Stage.VISION) for part in _TOWER_3)
+
+QWEN3_5_VL = replace(
+    QWEN3_5,
+    name="qwen3_5",
+    models="Qwen3.5",
+    params=(*_TOWER_3_5, *QWEN3_5.params),
+    vllm_text="language_model.",
+    layers=LayerRules(partial_rotary=True, mrope_interleaved=True),
+    has_score_class=False,
+    base_names=QWEN3_VL.base_names,
+)
+
+QWEN3_5_MOE_VL = replace(
+    QWEN3_5_MOE,
+    name="qwen3_5_moe",
+    models="Qwen3.5 with experts",
+    params=(*_TOWER_3_5, *QWEN3_5_MOE.params),
+    vllm_text="language_model.",
+    joined=(*QWEN3_5_MOE.joined, *JOINED_EXPERTS),
+    layers=QWEN3_5_VL.layers,
+    base_names=QWEN3_VL.base_names,
 )
 
 

@@ -522,8 +522,10 @@ class Architecture:
             more["shared_ffn"] = get("expert_ffn") * count(self.name, hf_config, key)
         if Stage.VISION in known:
             more |= _vision_sizes(self.name, hf_config)
+        if "vision_places" in known:
+            more["vision_places"] = _vision_places(self.name, hf_config)
         if Stage.DEEPSTACK in known:
-            more |= _deepstack_sizes(self.name, hf_config, get("num_layers"))
+            more["deepstack"] = _deepstack(self.name, hf_config, get("num_layers"))
         if Stage.MTP in known:
             more["mtp_layers"] = count(self.name, hf_config, "num_nextn_predict_layers")
         return ModelSizes(
@@ -747,13 +749,18 @@ def _vision_sizes(name: str, hf_config: HFConfig) -> dict[str, int]:
     return {field: integer(name, f"vision_config.{key}", vision.get(key)) for field, key in VISION_KEYS.items()}
 
 
-def _deepstack_sizes(name: str, hf_config: HFConfig, num_layers: int) -> dict[str, int]:
-    """Sizes of a tower with a square table of positions and DeepStack (arXiv:2406.04334)."""
-    vision = needed(name, hf_config, "vision_config")
+def _vision_places(name: str, hf_config: HFConfig) -> int:
+    """Rows of a tower's square table of positions."""
     key = "vision_config.num_position_embeddings"
-    places = integer(name, key, vision.get("num_position_embeddings"))
+    places = integer(name, key, needed(name, hf_config, "vision_config").get("num_position_embeddings"))
     if math.isqrt(places) ** 2 != places:
         raise ArchitectureError(f"config.json of a {name} model has {key}={places}; it must be a square number")
+    return places
+
+
+def _deepstack(name: str, hf_config: HFConfig, num_layers: int) -> int:
+    """Number of blocks of a tower whose vectors the first layers add (DeepStack, arXiv:2406.04334)."""
+    vision = needed(name, hf_config, "vision_config")
     blocks, depth = vision.get("deepstack_visual_indexes"), integer(name, "vision_config.depth", vision.get("depth"))
     ascending = isinstance(blocks, list | tuple) and all(isinstance(block, int) for block in blocks)
     if not ascending or list(blocks) != sorted({*blocks} & {*range(depth)}) or not 0 < len(blocks) <= num_layers:
@@ -761,7 +768,7 @@ def _deepstack_sizes(name: str, hf_config: HFConfig, num_layers: int) -> dict[st
             f"config.json of a {name} model has vision_config.deepstack_visual_indexes={blocks!r}; it must be an "
             f"ascending list of 1 to {num_layers} of the tower's {depth} blocks, one for each layer that adds vectors"
         )
-    return {"vision_places": places, "deepstack": len(blocks)}
+    return len(blocks)
 
 
 def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:

@@ -186,11 +186,13 @@ def open_hf(path: Path) -> HFFiles | Dequantised | Divided:
 
 
 def divided(files: HFFiles | Dequantised, hf_config: Mapping[str, Any]) -> HFFiles | Dequantised | Divided:
-    """Split the fused tensors of files, named as in the family's table, into logical tensors."""
+    """Split the fused tensors of files, named as in the family's table, into logical tensors. Parts that files have
+    instead of a fused tensor stay."""
     found = ARCHITECTURES.get(str(hf_config.get("model_type")))
     if found is None or not found.joined:
         return files
-    return Divided(files, places_of_parts(found, hf_config))
+    parts, here = places_of_parts(found, hf_config), files.shapes
+    return Divided(files, {name: at for name, at in parts.items() if at.stored in here or name not in here})
 
 
 def open_files(path: Path) -> HFFiles | Dequantised:
