@@ -56,7 +56,7 @@ from megarl.run.run_dir.resume import (
     is_finished,
     set_aside_damaged,
 )
-from megarl.run.run_dir.store_damage import fill_lost_store, replace_damaged_store
+from megarl.run.run_dir.store_damage import fill_lost_store, fill_store_of_fetched, replace_damaged_store
 from megarl.run.supervise.process_specs import preload, resolved
 from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.tasks import source_of
@@ -184,6 +184,8 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         )
         if server is not None:
             fill_lost_store(config, server)
+        if not job.joins:
+            fill_store_of_fetched(config)
         begun = await_run(config, allocation.nodes) if job.joins else config
         if begun is None or _is_finished(config):
             fix = "" if config.run.mode == "bench" else "raise trainer.steps to go on, or "
