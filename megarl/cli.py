@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megarl import __version__
+import megarl
 from megarl.config.verl import command as import_verl
 from megarl.core.processes.machine import uncollected
 from megarl.diff import command as diff
@@ -36,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="megarl", description=DESCRIPTION, formatter_class=raw)
     parser.add_argument(
-        "--version", action="version", version=f"megarl {__version__}", help="print megarl's version and exit"
+        "--version", action="version", version=f"megarl {megarl.__version__}", help="print megarl's version and exit"
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
