@@ -11,7 +11,7 @@ import pytest
 
 from megarl.core.errors import CheckpointError, ConfigError
 from megarl.weights.checkpoint.training.manifest import complete, finished, unfinished_name
-from megarl.weights.checkpoint.training.remote import FETCHED, RemoteFolder, fetch_newer
+from megarl.weights.checkpoint.training.remote_folder import FETCHED, RemoteFolder, fetch_newer
 
 
 def checkpoint(run_dir: Path, step: int, text: str = "weights", keep: int = 2) -> Path:
@@ -105,11 +105,11 @@ def test_a_killed_process_leaves_no_manifest(run_dir: Path, tmp_path: Path, url:
     """The process that copies is killed while it writes the second file; the next one writes a whole copy."""
     path = checkpoint(run_dir, 20)
     (run_dir / "metrics.jsonl").unlink(missing_ok=True)
-    command = [sys.executable, "-m", "megarl.weights.checkpoint.training.remote", str(run_dir), str(path), url]
+    command = [sys.executable, "-m", "megarl.weights.checkpoint.training.remote_folder", str(run_dir), str(path), url]
     killed = """
 import os, signal, sys
 from fsspec.implementations.local import LocalFileSystem
-from megarl.weights.checkpoint.training.remote import main
+from megarl.weights.checkpoint.training.remote_folder import main
 class Dying(LocalFileSystem):
     def open(self, path, mode="rb", **more):
         if path.endswith("reference/config.json"):
@@ -136,7 +136,7 @@ def test_what_cannot_be_used_is_refused(run_dir: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"trainer.remote=file:.* cannot be written: .*; give a folder"):
         RemoteFolder(url).check_writable()
     path = checkpoint(run_dir, 20)
-    command = [sys.executable, "-m", "megarl.weights.checkpoint.training.remote", str(run_dir), str(path), url]
+    command = [sys.executable, "-m", "megarl.weights.checkpoint.training.remote_folder", str(run_dir), str(path), url]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1 and "Traceback" not in done.stderr and "cannot be used" in done.stderr
 

@@ -65,7 +65,7 @@ from megarl.weights.architectures import Head
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
-from megarl.weights.checkpoint.training.remote import RemoteFolder, fetch_newer
+from megarl.weights.checkpoint.training.remote_folder import RemoteFolder
 
 if TYPE_CHECKING:
     from megarl.tasks.image_processor import Processor
@@ -179,8 +179,6 @@ def check(
         return check_bench(config, dry=dry)
     if config.trainer.remote is not None:
         RemoteFolder(config.trainer.remote).check_writable()
-        if repair:
-            fetch_newer(run_dir, config.trainer.remote)
     set_aside_damaged(run_dir, rename=repair, digests=config.trainer.verify_checkpoints)
     replace_damaged_store(config, rename=repair)
     config = with_limit_of_run(config)

@@ -62,6 +62,7 @@ from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.tasks import source_of
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import current_attempt
+from megarl.weights.checkpoint.training.remote_folder import fetch_newer
 from megarl.weights.checkpoint.training.state import latest, read_state
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,8 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
                 f"run.mode=both: explore programs of the run in {run_dir} are running ({', '.join(held)}); end them, "
                 "or set run.mode=train"
             )
+        if config.trainer.remote is not None and not job.joins:
+            fetch_newer(run_dir, config.trainer.remote)  # with the number of the attempt that wrote it
         last = current_attempt(run_dir, program)  # a higher number from here on means that another job has taken over
         timeline = Timeline(run_dir / "timeline", of_program(COMMAND, program))
         born = psutil.Process().create_time()

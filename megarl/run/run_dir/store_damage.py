@@ -19,7 +19,7 @@ from megarl.buffer.store.transactions import is_damage
 from megarl.config import Config
 from megarl.core.errors import JobError
 from megarl.run.postgres import Server
-from megarl.weights.checkpoint.training.remote import FETCHED
+from megarl.weights.checkpoint.training.remote_folder import FETCHED
 from megarl.weights.checkpoint.training.state import latest, read_state
 
 log = logging.getLogger(__name__)

@@ -45,7 +45,7 @@ class RemoteCopies:
         self._checkpoint, self._newer = checkpoint, 0
         if self._is_first:
             parent = os.getpid()
-            command = [sys.executable, "-m", "megarl.weights.checkpoint.training.remote"]
+            command = [sys.executable, "-m", "megarl.weights.checkpoint.training.remote_folder"]
 
             def prepare() -> None:
                 die_with(parent, signal.SIGKILL)

@@ -3,7 +3,7 @@
 Layout: ``<remote>/global_step_<i>/`` has a checkpoint's files; ``run/`` in it has the files of the run that a start
 elsewhere needs, listed in ``run.json``. The manifest ``state.json`` is written last; without it a copy is ignored.
 
-``python -m megarl.weights.checkpoint.training.remote RUN_DIR CHECKPOINT URL`` writes a copy.
+``python -m megarl.weights.checkpoint.training.remote_folder RUN_DIR CHECKPOINT URL`` writes a copy.
 """
 
 from __future__ import annotations
