@@ -1,19 +1,29 @@
-"""Seconds of the pages of `megarl watch` on a run with a million trajectories.
+"""Costs of `megarl watch`: seconds of its pages on a run with a million trajectories, CPU-seconds of a watched job.
 
 ``python benchmarks/watch.py --model DIR [--trajectories N] [--write]``: makes a store of that size, then times pages.
+``python benchmarks/watch.py --steps 200 [--write]``: trains quickstart's job. A client follows its overview as the
+page does, during every other block of steps; the job's CPU-seconds a step are counted with it and without.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import jobs
 import numpy as np
 import page
+import psutil
 
 from megarl.buffer.store import Store
 from megarl.buffer.store.codec import trajectory_to_row
@@ -25,6 +35,8 @@ from megarl.run.watch.watched import WatchedRun
 
 SIZE, PER_STEP, TASKS, TOKENS = 16, 64, 4096, 40
 METRICS = 200
+BLOCK, POLL_S = 6, 2.0
+"""Steps of a block with or without a client; seconds between questions of the page's script."""
 
 
 def fill(folder: Path, trajectories: int, model: str) -> None:
@@ -74,12 +86,110 @@ def fill(folder: Path, trajectories: int, model: str) -> None:
     store.close()
 
 
+def cpu_seconds(processes: list[psutil.Process]) -> float:
+    """CPU-seconds of processes and of their children that have ended."""
+    found = 0.0
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            found += sum(process.cpu_times()[:4])
+    return found
+
+
+@contextmanager
+def watcher(run_dir: Path) -> Iterator[tuple[psutil.Process, str]]:
+    """Run `megarl watch`; yield its process and address."""
+    command = [sys.executable, "-m", "megarl", "watch", str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield psutil.Process(process.pid), process.stdout.readline().strip()  # type: ignore[union-attr]
+        finally:
+            process.terminate()
+
+
+class Follower:
+    """Asks for the overview as an open page does: again when its stamp has changed."""
+
+    def __init__(self, address: str) -> None:
+        self._address, self._stamp, self._next = f"{address}run/", "", 0.0
+
+    def look(self) -> None:
+        """Ask, if the last question is old enough."""
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + POLL_S
+        if self._get("stamp") != self._stamp:
+            self._stamp = re.findall(r'data-stamp="([^"]*)"', self._get(""))[0]
+
+    def _get(self, path: str) -> str:
+        with urllib.request.urlopen(self._address + path, timeout=60) as response:
+            return response.read().decode()
+
+
+def job(steps: int) -> list[str]:
+    """Table of the job's CPU-seconds a step, in blocks with a client and without."""
+    blocks: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    with tempfile.TemporaryDirectory(prefix="megarl-watch-") as path, ExitStack() as stack:
+        run_dir = Path(path) / "run"
+        begun: dict[str, float] = {}
+        found: list[tuple[psutil.Process, Follower]] = []
+
+        def look(done: int) -> None:
+            if done < BLOCK // 2:  # the first steps fill caches
+                return
+            if not found:
+                process, address = stack.enter_context(watcher(run_dir))
+                found.append((process, Follower(address)))
+            process, follower = found[0]
+            mine = {child.pid for child in [process, *process.children(recursive=True)]}
+            everybody = [p for p in psutil.Process().children(recursive=True) if p.pid not in mine]
+            watched = (done // BLOCK) % 4 in (1, 2)  # without, with, with, without
+            if begun.get("block") != done // BLOCK:
+                now, its = cpu_seconds(everybody), cpu_seconds([process])
+                if "block" in begun and done > begun["done"]:
+                    number = done - begun["done"]
+                    was = int(begun["block"]) % 4 in (1, 2)
+                    blocks[was].append(((now - begun["job"]) / number, (its - begun["watcher"]) / number))
+                begun.update(block=done // BLOCK, done=done, job=now, watcher=its)
+            if watched:
+                follower.look()
+
+        overrides = [
+            "experiment=quickstart", f"trainer.steps={steps}", f"trainer.eval_interval={steps}",
+            f"trainer.checkpoint_interval={steps}", "trainer.warm_start.steps=400",
+        ]  # fmt: skip
+        jobs.train(run_dir, overrides, look)
+    pairs = min(map(len, blocks.values()))
+    lines = ["| | blocks | CPU s a step of the job | of the watcher |", "|---|--:|--:|--:|"]
+    for watched, title in ((False, "nobody looks"), (True, "overview open")):
+        of_job, of_watcher = zip(*blocks[watched][:pairs], strict=True)
+        error = statistics.stdev(of_job) / pairs**0.5
+        lines.append(
+            f"| {title} | {pairs} | {statistics.mean(of_job):.3f} ± {error:.3f} | {statistics.mean(of_watcher):.3f} |"
+        )
+    of_pairs = [100 * (w[0] - n[0]) / n[0] for n, w in zip(blocks[False], blocks[True], strict=False)]
+    error = statistics.stdev(of_pairs) / pairs**0.5
+    return [
+        *lines, "",
+        f"The job's difference, of blocks beside each other: median {statistics.median(of_pairs):+.1f} %, mean "
+        f"{statistics.mean(of_pairs):+.1f} ± {error:.1f} % (standard error).",
+    ]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, help=f"train a job of that many steps, in blocks of {BLOCK}")
     parser.add_argument("--trajectories", type=int, default=1_000_000)
-    parser.add_argument("--model", required=True, help="a folder with a tokenizer of at least 40 tokens")
+    parser.add_argument("--model", help="a folder with a tokenizer of at least 40 tokens")
     parser.add_argument("--write", action="store_true", help="write the table into docs/benchmarks/watch.md")
     arguments = parser.parse_args()
+    if arguments.steps:
+        lines = job(arguments.steps)
+        print("\n".join(lines))
+        if arguments.write:
+            page.write("benchmarks/watch.md", "\n".join(lines), "benchmarks/watch.py job")
+        return
+    if not arguments.model:
+        parser.error("give --model, a folder with a tokenizer of at least 40 tokens, or --steps")
     lines = ["| page | first, s | again, s |", "|---|--:|--:|"]
     with tempfile.TemporaryDirectory(prefix="megarl-watch-") as path:
         folder = Path(path)

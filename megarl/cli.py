@@ -6,10 +6,10 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import megarl
 from megarl.config.verl import command as import_verl
 from megarl.core.processes.machine import uncollected
 from megarl.diff import command as diff
@@ -31,24 +31,13 @@ Settings are hydra overrides: `megarl train experiment=quickstart trainer.steps=
 Repeat a command to resume its job."""
 
 
-class _Version(argparse.Action):
-    """Looks up the version only for ``--version``: reading package metadata takes time."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib.metadata import version
-
-        sys.stdout.write(f"megarl {version('megarl')}\n")
-        parser.exit()
-
-
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="megarl", description=DESCRIPTION, formatter_class=raw)
-    parser.add_argument("--version", action=_Version, help="print megarl's version and exit")
+    parser.add_argument(
+        "--version", action="version", version=f"megarl {megarl.__version__}", help="print megarl's version and exit"
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
 
     def add(name: str, text: str) -> argparse.ArgumentParser:

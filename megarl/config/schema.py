@@ -314,6 +314,9 @@ class TrainerConfig:
     keep_best: str | None = None
     """Metric of held-out evaluations (``val/accuracy``, ``val/loss``) whose best checkpoint is also kept, as
     ``run:DIR@best`` (docs/checkpoints.md). A loss is best at its minimum, other metrics at their maximum."""
+    remote: str | None = None
+    """URL of a folder, as fsspec has it (``s3://bucket/run``, ``file:///mnt/run``), to which finished checkpoints are
+    copied beside training. A start takes the newest from there that this machine lacks (docs/checkpoints.md)."""
     async_checkpoint: bool = True
     """Write checkpoints in a forked process of each rank while training goes on; a checkpoint is finished once all
     ranks have written it. The last checkpoint of a job is always written synchronously."""

@@ -41,6 +41,8 @@ OFTEN_ALONE = frozenset({ProcessKind.EXPLORER, ProcessKind.BENCH})
 TRAIN = "train"
 """Program of every job that has a trainer. Jobs of several programs can share a run and its store. A start ends only
 earlier attempts of the same program."""
+STORE = "store"
+"""Program of `megarl store`, which runs no step."""
 EXPLORE = "explore"
 """Prefix of the programs that explore for another program's trainer: ``explore-0``, ``explore-1``."""
 STOPPED = 128 + signal.SIGTERM

@@ -22,6 +22,7 @@ FACE = (
     "checkpoint.formats.slices",
     "checkpoint.training.disk_space",
     "checkpoint.training.manifest",
+    "checkpoint.training.remote_folder",
     "checkpoint.training.state",
     "checkpoint.training.writer",
     "drafts.command",

@@ -15,8 +15,10 @@ from aiohttp.test_utils import TestClient, TestServer
 from megarl.buffer.store import Store
 from megarl.cli import main
 from megarl.core.errors import ConfigError
+from megarl.core.jobs import STORE
 from megarl.run.data.filters import selection_of
 from megarl.run.data.open_run import StoredRun
+from megarl.run.run_dir.owner import own_run_dir
 from megarl.run.watch.server import WatchServer
 from megarl.run.watch.watched import REST, WatchedRun, found_runs
 from tests.unit.test_data_look import DATABASES, filled
@@ -225,3 +227,17 @@ def test_a_store_is_opened_without_a_lock(own: StoredRun) -> None:
     writer = Store(f"sqlite:///{own.run_dir}/store.db")
     writer.journal.record_event("trainer", "seen", {})
     writer.close()
+
+
+def test_a_job_that_runs_is_told_from_one_that_has_ended(own: StoredRun, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = {"looked": WatchedRun(own.run_dir, lambda: 0.0)}
+    with own_run_dir(own.run_dir, STORE):
+        [(_, overview)] = pages(runs, "looked/")
+        assert "the same command resumes it" in overview, "the store's server runs no step"
+    with own_run_dir(own.run_dir):
+        [(_, overview)] = pages(runs, "looked/")
+        assert "running: 3 of" in overview and "resumes it" not in overview
+        assert main(["watch", str(own.run_dir), "--text", "--once"]) == 0
+        assert "running" in capsys.readouterr().out
+    [(_, overview)] = pages(runs, "looked/")
+    assert "not finished: 3 of" in overview

@@ -65,7 +65,13 @@ def public_names() -> dict[str, set[str]]:
 def api_page() -> str:
     """Return the page of the public API."""
     names = sorted(f"{module}.{name}" for module, names in public_names().items() for name in names)
-    head = "# Python API\n\nWhat pages and examples import. Everything else may change without notice.\n\n"
+    head = (
+        "# Public API\n\n"
+        "Public are [commands](commands.md), [settings](settings.md), [metrics](metrics.md), files of a run and of its "
+        "[checkpoints](checkpoints.md), and the names below, which pages and examples import. The "
+        "[changes](changelog.md) name each change of them; before version 1.0 a release may make one. Everything else "
+        "may change without notice.\n\n"
+    )
     return head + "\n\n".join(f"::: {name}" for name in names) + "\n"
 
 
@@ -83,7 +89,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         nav.append({title[0].upper() + title[1:]: pages})
     rest = sorted({str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")} - listed)
     measured = {"Measured": [page for page in rest if "/" in page]}
-    nav.append({"More": [{"Python API": API}, *(page for page in rest if "/" not in page), measured]})
+    nav.append({"More": [{"Public API": API}, *(page for page in rest if "/" not in page), measured]})
     config.nav = nav
     return config
 

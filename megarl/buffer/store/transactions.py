@@ -109,6 +109,10 @@ class Transactions:
         self.reader.dispose()
         self._syncing.dispose()
 
+    def check_schema(self) -> None:
+        """Raise ConfigError if this version cannot read the tables. Opening a store to write checks them too."""
+        self.read(_schema)
+
     def read(self, work: Callable[[Connection], T]) -> T:
         """Run ``work`` in a read-only transaction."""
 
@@ -297,19 +301,25 @@ def _make_tables(connection: Connection, again: bool) -> None:
     if connection.dialect.name == "postgresql":  # concurrent CREATE TABLE IF NOT EXISTS fails
         connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
     is_new = not inspect(connection).has_table(JOB.name)
-    stored = None if is_new else connection.scalar(select(JOB.c.value).where(JOB.c.key == SCHEMA_KEY))
+    stored = None if is_new else _schema(connection)
     if stored in REMADE:
         for table in REMADE[stored]:
             table.drop(connection, checkfirst=True)
         put(connection, JOB, [{"key": SCHEMA_KEY, "value": str(SCHEMA)}])
-    elif stored not in (None, str(SCHEMA)):
+    METADATA.create_all(connection)
+    if stored is None:
+        put(connection, JOB, [{"key": SCHEMA_KEY, "value": str(SCHEMA)}])
+
+
+def _schema(connection: Connection) -> str | None:
+    """Return the schema's number as stored. Raises ConfigError if this version can neither use nor remake it."""
+    stored = connection.scalar(select(JOB.c.value).where(JOB.c.key == SCHEMA_KEY))
+    if stored not in (None, str(SCHEMA), *REMADE):
         raise ConfigError(
             f"the store has tables of schema {stored}, this version of megarl has schema {SCHEMA}; take another "
             "run.name or store.url, or run the version that made it"
         )
-    METADATA.create_all(connection)
-    if stored is None:
-        put(connection, JOB, [{"key": SCHEMA_KEY, "value": str(SCHEMA)}])
+    return stored
 
 
 def put(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:

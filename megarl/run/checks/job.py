@@ -65,6 +65,7 @@ from megarl.weights.architectures import Head
 from megarl.weights.checkpoint.convert.verify import check_digests
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.overwrite import check_export_target
+from megarl.weights.checkpoint.training.remote_folder import RemoteFolder
 
 if TYPE_CHECKING:
     from megarl.tasks.image_processor import Processor
@@ -176,6 +177,8 @@ def check(
     if config.run.mode == "bench":
         replace_damaged_store(config, rename=repair)
         return check_bench(config, dry=dry)
+    if config.trainer.remote is not None:
+        RemoteFolder(config.trainer.remote).check_writable()
     set_aside_damaged(run_dir, rename=repair, digests=config.trainer.verify_checkpoints)
     replace_damaged_store(config, rename=repair)
     config = with_limit_of_run(config)

@@ -56,12 +56,13 @@ from megarl.run.run_dir.resume import (
     is_finished,
     set_aside_damaged,
 )
-from megarl.run.run_dir.store_damage import fill_lost_store, replace_damaged_store
+from megarl.run.run_dir.store_damage import fill_lost_store, fill_store_of_fetched, replace_damaged_store
 from megarl.run.supervise.process_specs import preload, resolved
 from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.tasks import source_of
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import current_attempt
+from megarl.weights.checkpoint.training.remote_folder import fetch_newer
 from megarl.weights.checkpoint.training.state import latest, read_state
 
 log = logging.getLogger(__name__)
@@ -158,6 +159,8 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
                 f"run.mode=both: explore programs of the run in {run_dir} are running ({', '.join(held)}); end them, "
                 "or set run.mode=train"
             )
+        if config.trainer.remote is not None and not job.joins:
+            fetch_newer(run_dir, config.trainer.remote)  # with the number of the attempt that wrote it
         last = current_attempt(run_dir, program)  # a higher number from here on means that another job has taken over
         timeline = Timeline(run_dir / "timeline", of_program(COMMAND, program))
         born = psutil.Process().create_time()
@@ -184,6 +187,8 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         )
         if server is not None:
             fill_lost_store(config, server)
+        if not job.joins:
+            fill_store_of_fetched(config)
         begun = await_run(config, allocation.nodes) if job.joins else config
         if begun is None or _is_finished(config):
             fix = "" if config.run.mode == "bench" else "raise trainer.steps to go on, or "

@@ -10,6 +10,7 @@ from pathlib import Path
 from megarl.buffer.store import OWN_SERVER, VARIABLE, Store
 from megarl.config import Config
 from megarl.core.errors import ConfigError
+from megarl.core.jobs import STORE
 from megarl.engines.client.names import KEY_VARIABLE
 from megarl.run.local_disk import choose
 from megarl.run.postgres import ADDRESS, Server
@@ -20,7 +21,6 @@ from megarl.run.run_dir.store_damage import fill_lost_store
 
 log = logging.getLogger(__name__)
 
-PROGRAM = "store"
 WATCH_S = 0.5
 ENDED_S = 5.0
 """Seconds after the end of a finished run's last program until its server ends."""
@@ -43,7 +43,7 @@ def serve(config: Config) -> int:
         )
     run_dir = Path(config.run.dir)
     key = os.environ.get(KEY_VARIABLE) or run_key(run_dir)
-    with own_run_dir(run_dir, PROGRAM) as lock:
+    with own_run_dir(run_dir, STORE) as lock:
         port = _earlier_port(run_dir, config.run.host)
         server = Server(
             run_dir / "postgres",
@@ -74,7 +74,7 @@ def _watch(config: Config, run_dir: Path, server: Server, stop_request: StopRequ
                 log.warning("the run's PostgreSQL has ended (status %s); starting it again", server.poll())
                 server.start()
             others, closed = (
-                held_locks(run_dir, PROGRAM),
+                held_locks(run_dir, STORE),
                 store.journal.has_begun() and store.journal.job_state() == "closed",
             )
             begun = begun or bool(others) or not closed

@@ -25,7 +25,9 @@ from megarl.core.jobs import ProcessKind, kind_of
 from megarl.core.metrics import COMMAND, DROPPED, best_step
 from megarl.core.schema import Task, Trajectory
 from megarl.core.text import kind_of_text, truncation
+from megarl.engines.fleet import EngineRow
 from megarl.run.report.svg import TimedPhase, union, without_refused
+from megarl.run.run_dir.owner import is_running
 from megarl.weights.checkpoint.training.manifest import finished, steps_of
 
 SAMPLES = 10
@@ -117,6 +119,10 @@ class ReportData:
     """(message about dropped groups without repetitions, number of steps with it)."""
     notes: tuple[str, ...]
     """Messages about parts that could not be read."""
+    engines: tuple[EngineRow, ...] = ()
+    """Engines that should have a process."""
+    running: bool = False
+    """True while a job of the run lives."""
     prediction: Mapping[str, Any] | None = None
     """Device and phase -> seconds that the cost model predicts for a step; None until the job has ended."""
 
@@ -156,24 +162,14 @@ class ReportData:
         return bool(self.losses)
 
     @property
-    def curve(self) -> str:
-        """Name of the main curve and of its file: ``loss curve`` or ``reward curve``."""
-        return "loss curve" if self.offline else "reward curve"
-
-    @property
-    def curve_file(self) -> Path:
-        """Path of the main curve's PNG."""
-        return self.run_dir / "report" / f"{self.curve.replace(' ', '_')}.png"
-
-    @property
     def wall_s(self) -> float:
         """Seconds from the first recorded phase to the last, without the times when the job was stopped."""
         spans = union((p for phases in self.timelines.values() for p in phases), bridge_s=STOPPED_S)
         return sum(end - start for start, end in spans)
 
 
-def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
-    """Read a run directory; wait up to ``outage_s`` for its store.
+def load(run_dir: Path, outage_s: float = 0.0, *, read_only: bool = False) -> ReportData:
+    """Read a run directory; wait up to ``outage_s`` for its store. ``read_only``: do not change its SQLite file.
 
     Raises:
         ConfigError: ``resolved.json`` is missing, or has settings that this version does not have.
@@ -189,17 +185,20 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
     steps: list[tuple[int, dict[str, float]]] = []
     tasks: list[Task] = []
     events: list[dict[str, Any]] = []
+    engines: list[EngineRow] = []
     dropped: list[dict[str, Any]] = []
     answers: dict[str, list[Trajectory]] = {"eval-before": [], "eval-after": []}
     if (url := store_url(config, run_dir)) is None:
         notes.append(f"The store {masked_text(config.store.url)} does not exist: no steps, no answers.")
     else:
-        store = Store(url, outage_s=outage_s)
+        store = Store(url, outage_s=outage_s, read_only=read_only)
         try:
+            store.database.check_schema()
             steps = [(step, _finite(metrics)) for step, metrics in store.journal.steps()]
             tasks = store.tasks.read("eval", images=False)
             events = [event["data"] for event in store.journal.events("evaluation")]
             dropped = [event["data"] for event in store.journal.events(DROPPED)]
+            engines = [row for row in store.engines.read() if row.is_present]
             answers = {name: _answers(store, name, notes) for name in answers}
         finally:
             store.close()
@@ -224,6 +223,8 @@ def load(run_dir: Path, outage_s: float = 0.0) -> ReportData:
         timelines={name: phases for name, phases in timelines.items() if phases},
         dropped=_dropped(dropped),
         notes=tuple(notes),
+        engines=tuple(engines),
+        running=is_running(run_dir),
         prediction=next(iter(_records(run_dir / "prediction.json", notes)), None),
     )
 

@@ -22,6 +22,8 @@ from megarl.run.report.text import (
     VERDICTS,
     accuracy,
     asked,
+    curve,
+    curve_file,
     duration,
     is_graded,
     percent,
@@ -69,7 +71,7 @@ def write_report(run_dir: Path, outage_s: float = 0.0) -> Path:
     run = load(run_dir, outage_s)
     folder = run_dir / "report"
     folder.mkdir(exist_ok=True)
-    with whole(run.curve_file) as path:
+    with whole(curve_file(run)) as path:
         reward_png(run, path)
     write_text(folder / "report.html", page(run))
     return folder / "report.html"
@@ -432,7 +434,7 @@ def _files(run: ReportData) -> Markup:
     body = [
         ("HF checkpoint", PIECES.code(str(run.hf_checkpoint)) if run.hf_checkpoint else "not exported yet"),
         ("run", PIECES.code(str(run.run_dir))),
-        (run.curve, PIECES.link(run.curve_file.name)),
+        (curve(run), PIECES.link(curve_file(run).name)),
     ]
     return PIECES.section("Files", "", PIECES.card(PIECES.table(("", ""), body, numeric=())))
 

@@ -153,7 +153,7 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in table
         ]
     lines.append("")
-    for label, path in ((run.curve, run.curve_file), ("report", run_dir / "report" / "report.html")):
+    for label, path in ((curve(run), curve_file(run)), ("report", run_dir / "report" / "report.html")):
         lines.append(f"{label + ':':<15}{path if path.is_file() else 'not written yet'}")
     lines.append(f"{'HF checkpoint:':<15}{run.hf_checkpoint or 'not exported yet'}")
     if (best := run.best_checkpoint) is not None:
@@ -227,11 +227,23 @@ def points_gained(run: ReportData) -> float | None:
     return 100 * (run.after.accuracy - run.before.accuracy)
 
 
+def curve(run: ReportData) -> str:
+    """Return the name of the main curve and of its file: ``loss curve`` or ``reward curve``."""
+    return "loss curve" if run.offline else "reward curve"
+
+
+def curve_file(run: ReportData) -> Path:
+    """Return the path of the main curve's PNG."""
+    return run.run_dir / "report" / f"{curve(run).replace(' ', '_')}.png"
+
+
 def status(run: ReportData) -> str:
+    """Return the state of a run, with its steps."""
     took = f" in {duration(run.wall_s)}" if run.wall_s else ""
     if run.finished:
         return f"finished: {run.steps_done} steps{took}"
-    return f"not finished: {run.steps_done} of {run.config.trainer.steps} steps{took}; the same command resumes it"
+    steps = f"{run.steps_done} of {run.config.trainer.steps} steps{took}"
+    return f"running: {steps}" if run.running else f"not finished: {steps}; the same command resumes it"
 
 
 def duration(seconds: float) -> str:

@@ -54,6 +54,7 @@ FREE = (
             "checkpoint_interval",
             "keep_checkpoints",
             "keep_best",
+            "remote",
             "async_checkpoint",
             "verify_checkpoints",
             "max_failed_checkpoints",

@@ -16,7 +16,7 @@ from typing import IO
 
 from megarl.core.durable import write_text
 from megarl.core.errors import ConfigError, FencedError
-from megarl.core.jobs import TRAIN, of_program
+from megarl.core.jobs import STORE, TRAIN, of_program
 from megarl.core.processes.machine import start_ticks
 from megarl.core.processes.secrets import shared_key
 from megarl.run.process.reaper import end
@@ -86,6 +86,11 @@ def held_locks(run_dir: Path, program: str) -> list[str]:
                 if path.name != of_program("lock", program):
                     held.append(path.name)
     return held
+
+
+def is_running(run_dir: Path) -> bool:
+    """Return True if a job of the run lives: a program that trains or explores holds its lock."""
+    return bool(held_locks(run_dir, STORE))
 
 
 def _lock(run_dir: Path, handle: IO[str], program: str) -> None:

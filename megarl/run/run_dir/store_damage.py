@@ -19,6 +19,7 @@ from megarl.buffer.store.transactions import is_damage
 from megarl.config import Config
 from megarl.core.errors import JobError
 from megarl.run.postgres import Server
+from megarl.weights.checkpoint.training.remote_folder import FETCHED
 from megarl.weights.checkpoint.training.state import latest, read_state
 
 log = logging.getLogger(__name__)
@@ -86,6 +87,24 @@ def fill_lost_store(config: Config, server: Server) -> None:
         len(steps),
         LACKS,
     )
+
+
+def fill_store_of_fetched(config: Config) -> None:
+    """Add the missing steps before a checkpoint that was fetched from ``trainer.remote`` to the run's store. Safe to
+    repeat after a kill."""
+    run_dir = Path(config.run.dir)
+    if not (run_dir / FETCHED).is_file():
+        return
+    store = Store(config.store.url, outage_s=config.store.outage_s)
+    try:
+        there = {step for step, _ in store.journal.steps()}
+        steps = _with_steps_behind(_written(run_dir / "metrics.jsonl"), run_dir)
+        if missing := {step: metrics for step, metrics in steps.items() if step not in there}:
+            store.journal.record_steps(missing)
+            log.warning("the store has %d steps of metrics.jsonl now. %s", len(missing), LACKS)
+    finally:
+        store.close()
+    (run_dir / FETCHED).unlink()
 
 
 def _with_steps_behind(steps: Mapping[int, dict[str, Any]], run_dir: Path) -> dict[int, dict[str, Any]]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 from megarl.core.errors import ConfigError
 
+NICE = 10
+"""Added to the server's niceness: a job on this machine goes first."""
 TEXT = (
     "Show runs while they train, in a browser or in the terminal: curves, timeline, responses, alarms, engines, logs."
 )
@@ -43,6 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
         from megarl.run.process import ports
         from megarl.run.watch.server import HOST, WatchServer
 
+        os.nice(NICE)
         server = WatchServer(runs)
         port = arguments.port or ports.choose(HOST, 1, None)[0]
         sys.stdout.write(f"http://{HOST}:{port}{server.root}\n")

@@ -152,7 +152,7 @@ def overview(now: RunNow) -> list[Markup]:
     if now.data is None:
         return [FRAME.section("This run cannot be read", now.error)]
     first, *others = html.sections(now.data, now.alarms)
-    return [first, _engines(now.engines, finished=now.data.finished), *others]
+    return [first, _engines(now.data.engines, finished=now.data.finished), *others]
 
 
 def _engines(rows: Sequence[EngineRow], *, finished: bool) -> Markup:

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
 
-from megarl.run.report.text import clean
+from megarl.run.report.text import clean, status
 from megarl.run.watch.pages import accuracy_of, age_of, last_of
 from megarl.run.watch.watched import WatchedRun
 
@@ -61,7 +61,7 @@ def view(runs: Mapping[str, WatchedRun]) -> RenderableType:
             continue
         lines += [_plain(f"{name}: alarm {a.name}, {a.count} times: {a.text}") for a in now.alarms]
         if not now.data.finished:
-            lines += [_plain(f"{name}: engine {e.number} {e.state}, weights {e.has or '—'}") for e in now.engines]
+            lines += [_plain(f"{name}: engine {e.number} {e.state}, weights {e.has or '—'}") for e in now.data.engines]
     return Group(table, *lines)
 
 
@@ -70,7 +70,7 @@ def _figures(run: WatchedRun) -> dict[str, str]:
     if data is None:
         return {}
     steps = f"{data.steps_done} of {data.config.trainer.steps}"
-    state = "finished" if data.finished else "not finished"
+    state = status(data).partition(":")[0]
     head = {"state": state, "steps": steps, "last change": age_of(run.folder), "held-out": accuracy_of(data)}
     return head | {title: last_of(data, metric) for title, metric in FIGURES}
 

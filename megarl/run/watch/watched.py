@@ -11,10 +11,10 @@ from pathlib import Path
 
 from megarl.config import load_resolved
 from megarl.core.errors import ConfigError, MegarlError
-from megarl.engines.fleet import EngineRow
-from megarl.run.job_store import database_of_run, store_of_run
+from megarl.run.job_store import database_of_run
 from megarl.run.launch.sweep import runs_of
-from megarl.run.report.data import LoggedAlarm, ReportData, alarms_of, load, store_url
+from megarl.run.report.data import LoggedAlarm, ReportData, alarms_of, load
+from megarl.run.run_dir.owner import is_running
 
 REST = 20.0
 """A run is read again only after this many times the seconds that reading took: 5 % of one core at most."""
@@ -28,7 +28,6 @@ class RunNow:
 
     data: ReportData | None
     """None if it cannot be read."""
-    engines: tuple[EngineRow, ...]
     alarms: tuple[LoggedAlarm, ...]
     error: str
     """Reason for a missing ``data``; else empty."""
@@ -51,7 +50,7 @@ class WatchedRun:
         begun = self._clock()
         if self._now is not None and begun < self._rests_until:
             return self._now
-        seen = tuple(_times(self.folder))
+        seen = (*_times(self.folder), float(is_running(self.folder)))
         if self._now is None or seen != self._seen:
             self._now, self._seen = _read(self.folder, f"{begun:.6f}"), seen
         self._rests_until = self._clock() + REST * (self._clock() - begun)
@@ -80,16 +79,11 @@ def _read(folder: Path, stamp: str) -> RunNow:
     """Read a run; an error becomes a part of what is shown, since a job may be writing or may have been killed."""
     try:
         config = load_resolved(folder / "resolved.json")
-        url = store_url(config, folder)
         with database_of_run(config.store.url, folder, read_only=True):
-            data = load(folder)
-            engines: tuple[EngineRow, ...] = ()
-            if url is not None:
-                with store_of_run(url, folder, read_only=True) as store:
-                    engines = tuple(row for row in store.engines.read() if row.is_present)
-        return RunNow(data, engines, alarms_of(folder), "", stamp)
+            data = load(folder, read_only=True)
+        return RunNow(data, alarms_of(folder), "", stamp)
     except (MegarlError, OSError, ValueError, LookupError) as error:
-        return RunNow(None, (), (), f"{type(error).__name__}: {error}", stamp)
+        return RunNow(None, (), f"{type(error).__name__}: {error}", stamp)
 
 
 def _times(folder: Path) -> Iterator[float]:

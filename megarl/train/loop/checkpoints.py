@@ -18,6 +18,7 @@ from megarl.core.schema import WeightsVersion
 from megarl.learn.memory.phases import Phase
 from megarl.train.inference.models import Models
 from megarl.train.inference.resumed_facts import facts_of_ranks
+from megarl.train.loop.remote_copies import RemoteCopies
 from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
 from megarl.weights.checkpoint.training import state as saving
 from megarl.weights.checkpoint.training.disk_space import free_space, writing
@@ -37,6 +38,7 @@ class Checkpointer:
         self._pending: saving.Save | None = None
         self.failed = 0
         """Number of consecutive checkpoints that failed on a full disk."""
+        self._copies = RemoteCopies(context, ranks, reporter)
         self._base: str | None = None
         """Digest of the base model of the actor's adapters, once known."""
 
@@ -77,6 +79,8 @@ class Checkpointer:
                 f"{now}"
             )
         self._reporter.log(f"resumed from {found}")
+        if found.parent == self._folder(warming_up=False):
+            self._copies.begin(found)
         return state
 
     def _check_base(self, checkpoint: Path, made: Mapping[str, Any], models: Models) -> None:
@@ -119,10 +123,12 @@ class Checkpointer:
             JobError: it cannot be written, or another attempt has taken over.
         """
         if state == self._saved and self._pending is None:
+            self._finish_copies(state, interval=interval)
             return  # writing it again would use up the time limit of a stopping job
         with self._reporter.timeline.phase("checkpoint", **labels):
             self.settle(wait=True)
             if state == self._saved:
+                self._finish_copies(state, interval=interval)
                 return
             if enter is not None:
                 enter(Phase.SAVE)
@@ -148,6 +154,12 @@ class Checkpointer:
             self._saved = state
             if not background:
                 self.settle(wait=True, needed=not interval)
+            self._finish_copies(state, interval=interval)
+
+    def _finish_copies(self, state: TrainState, *, interval: bool) -> None:
+        """Wait for the copy of a checkpoint that must count on return."""
+        if not interval and not state.warming_up:
+            self._copies.finish(self._folder(warming_up=False) / f"{saving.PREFIX}{state.step}")
 
     def _best(self, folder: Path, *more: int) -> int | None:
         """Return the best step by ``trainer.keep_best`` among the finished checkpoints in ``folder`` and steps
@@ -173,10 +185,11 @@ class Checkpointer:
         if self._pending is None or not (wait or self._ranks.agree(self._pending.written)):
             return
         pending, self._pending = self._pending, None
+        self._copies.before_removal()
         try:
             with writing(pending.folder):
                 best = self._best(pending.folder, pending.step)
-                pending.finish(self._context.config.trainer.keep_checkpoints, best)
+                written = pending.finish(self._context.config.trainer.keep_checkpoints, best)
         except DiskFullError as error:
             self._saved = None
             if needed:
@@ -184,13 +197,16 @@ class Checkpointer:
             self._do_without(error)
             return
         self.failed = 0
-        if pending.folder == self._folder(warming_up=False) and self._context.rank == 0:
-            shutil.rmtree(self._folder(warming_up=True), ignore_errors=True)  # a later one exists now
+        if pending.folder == self._folder(warming_up=False):
+            if self._context.rank == 0:
+                shutil.rmtree(self._folder(warming_up=True), ignore_errors=True)  # a later one exists now
+            self._copies.begin(written)
 
     def give_up(self) -> None:
         """Leave a pending checkpoint unfinished, after an error that other ranks may not have noticed."""
         if self._pending is not None:
             self._pending.give_up()
+        self._copies.stop()
 
     def _do_without(self, error: DiskFullError) -> None:
         """Count a failed checkpoint. The store gets the count only with the step's metrics, because it may be on the
