@@ -1,7 +1,8 @@
 """One job loses one of its two explorers in a rollout, its engine in the next one, and the engine that replaced it in
 a sync: it goes on, in its first attempt. Then a trainer rank is killed in a rollout, and its ranks alone start again.
-Everything that it has sampled and trained is what a job has that lost nothing. Its trajectories are an agent's, which asks the endpoint once, as the other's own workflow asks the model.
-Engines that end by order: ``test_cold.py``, ``test_scale.py``."""
+Everything that it has sampled and trained is what a job has that lost nothing. Its trajectories are an agent's, which
+asks the endpoint once, as the other's own workflow asks the model. Engines that end by order: ``test_cold.py``,
+``test_scale.py``."""
 
 from __future__ import annotations
 
