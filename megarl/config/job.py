@@ -83,7 +83,7 @@ class ClusterConfig:
     instead."""
     restarts: Annotated[int, Bound(0, 1000)] = 0
     """Number of restarts of a job from its newest checkpoint, in the same allocation, after a process or node has
-    died."""
+    died. Trainer ranks start again alone where a signal ended one on one machine."""
     replacements: Annotated[int, Bound(0, 1000)] = 3
     """Number of dead engines, explorers and reward hosts that are restarted between two steps. With 0 their death ends
     the attempt."""

@@ -1,7 +1,8 @@
 """One job loses one of its two explorers in a rollout, its engine in the next one, and the engine that replaced it in
-a sync: it goes on, in its first attempt, and everything that it has sampled and trained is what a job has that lost
-nothing. Its trajectories are an agent's, which asks the endpoint once, as the other's own workflow asks the model.
-Engines that end by order: ``test_cold.py``, ``test_scale.py``."""
+a sync: it goes on, in its first attempt. Then a trainer rank is killed in a rollout, and its ranks alone start again.
+Everything that it has sampled and trained is what a job has that lost nothing. Its trajectories are an agent's, which
+asks the endpoint once, as the other's own workflow asks the model. Engines that end by order: ``test_cold.py``,
+``test_scale.py``."""
 
 from __future__ import annotations
 
@@ -33,6 +34,11 @@ def is_whole(job: Job, rollout: str) -> bool:
     return groups(job, rollout, "ready") == 8
 
 
+def others(job: Job) -> list[int]:
+    """Engine and explorers, which outlive trainer ranks."""
+    return [job.pid_of(role) for role in ("engine", "explorer 0", "explorer 1")]
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     folder = tmp_path_factory.mktemp("replaced")
@@ -40,7 +46,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     agent.write_text(AGENT)
     by_agent = ["rollout.workflow=agent", f"rollout.agent={agent}", "rollout.explorers=2"]
     held.hold("train")
-    job = Job(folder / "run", [*WHOLE, *by_agent, *held.settings]).start()
+    job = Job(folder / "run", [*WHOLE, *by_agent, *held.settings, "cluster.restarts=1"]).start()
     try:
         job.until(lambda: held.holds("train"), "the first step's rollout")
         with job.stopped(*job.trainers()):
@@ -69,22 +75,29 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
         job.until(lambda: unread(port, trainers[0], "server"), "a sync's call that no engine has read")
         kill(job, "engine 0", engine)
         job.until(lambda: held.holds("train"), "an engine that was given the weights")
+        kept = others(job)
+        assert (job.run_dir / "attempt").read_text() == "1"
+        kill(job, "trainer rank 1", job.pid_of("trainer 1"))
+        job.until(lambda: (job.run_dir / "attempt").read_text() == "2", "the ranks' next attempt")
         held.release("train")
+        job.until(lambda: "resumed from" in job.output.read_text(), "new ranks")
+        assert others(job) == kept, "a process other than a trainer rank was started again"
         job.wait(START_S)
         yield job
     finally:
         job.clean_up()
 
 
-def test_it_ends_in_its_first_attempt(job: Job) -> None:
+def test_it_ends_and_no_process_but_the_lost_ones_and_the_ranks_was_replaced(job: Job) -> None:
     said = job.output.read_text()
     assert job.poll() == 0, said
-    assert (job.run_dir / "attempt").read_text() == "1"
+    assert (job.run_dir / "attempt").read_text() == "2"
     assert (
         "cluster.replacements: 2 left" in said
         and "published 1.2 again" in said
         and "an engine died in a weight sync" in said
     )
+    assert "starting the trainer ranks again from the newest checkpoint (cluster.restarts: 0 left)" in said
     assert job.processes() == {}
 
 
@@ -96,11 +109,12 @@ def test_the_engine_was_lost_while_it_was_asked(job: Job) -> None:
 
 
 def test_no_trajectory_is_lost_doubled_or_another(job: Job, whole_job: Job) -> None:
+    """But for the number of the attempt in its weights' versions."""
     assert whole_job.poll() == 0
-    mine, others = items(job.run_dir), items(whole_job.run_dir)
-    assert len(others) == 2 * HELD_OUT + 3 * 64
-    assert mine.keys() == others.keys()
-    assert [key for key in mine if mine[key] != others[key]] == []
+    mine, theirs = ({key: [*e[:3], *e[4:]] for key, e in items(j.run_dir).items()} for j in (job, whole_job))
+    assert len(theirs) == 2 * HELD_OUT + 3 * 64
+    assert mine.keys() == theirs.keys()
+    assert [key for key in mine if mine[key] != theirs[key]] == []
 
 
 def test_every_group_was_claimed_by_an_explorer_of_the_job(job: Job) -> None:

@@ -610,6 +610,24 @@ def test_an_older_attempt_can_change_nothing(url: str) -> None:
         store.close()
 
 
+def test_a_handle_that_outlives_attempts_writes_while_its_own_is_kept(url: str) -> None:
+    store = Store(url)
+    store.begin_attempt(1)
+    explorer, rank = Store(url, attempt=1, outlives=True), Store(url, attempt=1)
+    store.begin_attempt(2, 1)
+    explorer.workers.beat("explorer-0")
+    with pytest.raises(FencedError, match="attempt 2 has begun since"):
+        rank.workers.beat("trainer")
+    store.begin_attempt(3, 1)
+    explorer.workers.beat("explorer-0")
+    assert explorer.workers.beats() == {"explorer-0": 2}
+    store.begin_attempt(4)
+    with pytest.raises(FencedError, match="attempt 4 has begun since"):
+        explorer.workers.beat("explorer-0")
+    for handle in (store, explorer, rank):
+        handle.close()
+
+
 def test_an_attempt_that_never_began_can_make_nothing(url: str) -> None:
     with pytest.raises(FencedError, match="attempt 1 of the job, but .* none has begun"):
         Store(url, attempt=1)

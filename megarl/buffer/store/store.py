@@ -113,6 +113,7 @@ class Store:
         read_only: Do not change a SQLite file or create tables.
         has_tables: Another process has created the tables; the first call then opens the connection.
         program: Program of this process's job; attempts are counted per program.
+        outlives: This process goes on when trainer ranks alone start again, as another attempt.
 
     Raises:
         ConfigError: the URL cannot be read or its driver is missing.
@@ -130,9 +131,10 @@ class Store:
         read_only: bool = False,
         has_tables: bool = False,
         program: str = TRAIN,
+        outlives: bool = False,
     ) -> None:
         self.database = database = Transactions(
-            url, attempt, outage_s, read_only=read_only, has_tables=has_tables, program=program
+            url, attempt, outage_s, read_only=read_only, has_tables=has_tables, program=program, outlives=outlives
         )
         """Transactions of this process, for queries without a table method."""
         self.program = program
@@ -155,13 +157,15 @@ class Store:
         """Close this process's connections."""
         self.database.close()
 
-    def begin_attempt(self, attempt: int) -> None:
+    def begin_attempt(self, attempt: int, keeps: int | None = None) -> None:
         """Begin an attempt, before any of its processes starts: processes of earlier attempts can no longer write. This
         handle belongs to the new attempt. Safe to repeat, see :meth:`Transactions.begin_attempt`.
 
+        ``keeps``: Oldest attempt of processes that outlive it and may still write; None keeps none.
+
         Raises FencedError when the stored attempt is not smaller.
         """
-        self.database.begin_attempt(attempt)
+        self.database.begin_attempt(attempt, keeps)
 
     def sync(self) -> None:
         """Sync to disk every commit of all processes so far, so that it survives a power cut. Safe to repeat."""

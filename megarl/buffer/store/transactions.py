@@ -81,11 +81,13 @@ class Transactions:
         read_only: bool = False,
         has_tables: bool = False,
         program: str = TRAIN,
+        outlives: bool = False,
     ) -> None:
         self.shown = shown(url)
         self._attempt_key = f"attempt/{program}"
         self.program = program
         self.attempt = attempt
+        self._outlives = outlives
         self._outage_s = outage_s
         self._path = sqlite_file(url)
         read_only = read_only and self._path is not None
@@ -142,21 +144,22 @@ class Transactions:
 
         return self._persist(transaction)
 
-    def begin_attempt(self, attempt: int) -> None:
-        """Fence all earlier attempts; this handle then writes for the new attempt.
+    def begin_attempt(self, attempt: int, keeps: int | None = None) -> None:
+        """Fence all earlier attempts; this handle then writes for the new attempt. Handles that outlive attempts go on
+        if theirs is ``keeps`` or later.
 
         Safe to repeat: the number is stored with a mark of this call, by which a retry finds it. Waits for writes in
         progress.
 
         Raises FencedError when the stored number is not smaller.
         """
-        mark = secrets.token_hex(8)
+        value = f"{attempt} {secrets.token_hex(8)} {attempt if keeps is None else keeps}"
 
         def work(connection: Connection, again: bool) -> None:
             if connection.dialect.name == "postgresql":  # serialise concurrent starts
                 connection.execute(select(func.pg_advisory_xact_lock(_TABLES_LOCK)))
             stored = connection.scalar(select(JOB.c.value).where(JOB.c.key == self._attempt_key))
-            if stored == f"{attempt} {mark}":
+            if stored == value:
                 return
             if stored is not None and _number(stored) >= attempt:
                 raise FencedError(
@@ -164,7 +167,7 @@ class Transactions:
                     "that job; if there is none, the database is another run's or an earlier one's: give this run its "
                     "own (store.url)"
                 )
-            put(connection, JOB, [{"key": self._attempt_key, "value": f"{attempt} {mark}"}])
+            put(connection, JOB, [{"key": self._attempt_key, "value": value}])
 
         self.attempt = None  # or the check before ``work`` would require the old attempt
         self.write(work)
@@ -200,7 +203,9 @@ class Transactions:
             return
         query = select(JOB.c.value, *([alone] if postgres else [])).where(JOB.c.key == self._attempt_key)
         stored = connection.scalar(query.with_for_update(read=True))
-        if stored is None or _number(stored) != self.attempt:
+        if stored is None or not (_oldest(stored) if self._outlives else _number(stored)) <= self.attempt <= _number(
+            stored
+        ):
             seen = "none has begun" if stored is None else f"attempt {_number(stored)} has begun since"
             raise FencedError(
                 f"this process belongs to attempt {self.attempt} of the job, but in the store {self.shown} {seen}: it "
@@ -295,6 +300,12 @@ def _number(stored: str) -> int:
     if not (number := stored.partition(" ")[0]).isdecimal():
         raise StoreDamagedError(f"a row of job is not as it was written, its attempt is {stored!r}")
     return int(number)
+
+
+def _oldest(stored: str) -> int:
+    """Return the attempt whose explorers and engines the stored attempt has kept."""
+    words = stored.split(" ")
+    return int(words[2]) if len(words) > 2 and words[2].isdecimal() else _number(stored)
 
 
 def _make_tables(connection: Connection, again: bool) -> None:

@@ -377,6 +377,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
         attempt=int(os.environ["MEGARL_ATTEMPT"]),
         outage_s=config.store.outage_s,
         program=os.environ.get(PROGRAM, TRAIN),
+        outlives=True,
     )
     try:
         registered = store.engines.own()

@@ -9,8 +9,9 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -59,6 +60,7 @@ from megarl.run.run_dir.resume import (
 from megarl.run.run_dir.store_damage import fill_lost_store, fill_store_of_fetched, replace_damaged_store
 from megarl.run.supervise.process_specs import preload, resolved
 from megarl.run.supervise.supervisor import start_attempt, watch
+from megarl.run.supervise.trainers import Begun, RankRestarts, Restarts
 from megarl.tasks import source_of
 from megarl.weights.checkpoint.training.disk_space import writing
 from megarl.weights.checkpoint.training.manifest import current_attempt
@@ -250,7 +252,7 @@ def run_attempts(
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
         elif not job.is_alone and not is_loopback(here.address):  # programs on other machines connect to it
             here.interface = health.interface_of(here.address)
-        left, budget = config.cluster.restarts, MicroBatchBudget()
+        restarts, budget = Restarts(config.cluster.restarts), MicroBatchBudget()
         while True:
             with timeline.phase("prepare"):
                 fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
@@ -260,10 +262,18 @@ def run_attempts(
                     fill_store(config, tasks, attempt, fitted.config)
                 else:
                     enter(config, attempt)
+            alone = RankRestarts(
+                fitted.config,
+                fitted.plan,
+                attempt,
+                restarts,
+                partial(begin_with_engines, fitted.config, stop_request, attempt),
+                partial(_last_step, fitted.config),
+            )
             try:
                 with timeline.phase("spawn"):
                     started = start_attempt(fitted.config, fitted.plan, nodes, attempt, key)
-                watch(started, stop_request, fitted.config, attempt, server)
+                watch(started, stop_request, fitted.config, attempt, server, alone)
                 return
             except (FencedError, NonRetryableError):
                 raise
@@ -271,19 +281,22 @@ def run_attempts(
                 smaller = None
                 if isinstance(error, MemoryFullError) and not stop_request.count:
                     smaller = budget.halve(config, error)
-                elif not left or stop_request.count:
+                elif not restarts.left or stop_request.count:
                     raise
                 log.error("%s", error)
-                check_fence(run_dir, attempt, job.program)
-                left, config = (left - 1, config) if smaller is None else (left, smaller)
-                log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", left)
+                last = alone.attempt
+                check_fence(run_dir, last, job.program)
+                if smaller is None:
+                    restarts.left -= 1
+                config = smaller or config
+                log.warning("starting again from the newest checkpoint (cluster.restarts: %d left)", restarts.left)
                 if job.joins:
                     continue
                 set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
                 replace_damaged_store(config, stopping=stop_request.is_set)
             finally:
                 if job.has(ProcessKind.ENGINE):
-                    leave(config, attempt)
+                    leave(config, alone.attempt)
 
 
 def begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
@@ -306,6 +319,27 @@ def begin_attempt(config: Config, stop_request: StopRequest, last: int | None = 
                 log.warning("%s; waiting for it (store.outage_s=%g)", error, config.store.outage_s)
             warned = True
             time.sleep(1.0)
+
+
+def begin_with_engines(config: Config, stop_request: StopRequest, first: int, last: int) -> Begun:
+    """Begin the attempt after ``last`` for new trainer ranks. Processes of attempt ``first`` and later ones other than
+    trainer ranks may go on.
+
+    Raises as ``begin_attempt``; JobError if no whole checkpoint is left.
+    """
+    run_dir = Path(config.run.dir)
+    set_aside_damaged(run_dir, digests=config.trainer.verify_checkpoints, stopping=stop_request.is_set)
+    attempt = begin_attempt(config, stop_request, last)
+    shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # files of killed ranks
+    with closing(Store(config.store.url, outage_s=config.store.outage_s, program=job_of(config).program)) as store:
+        store.begin_attempt(attempt, first)
+        _discard_rollouts(config, run_dir, store)
+        return Begun(attempt, store.journal.last_step())
+
+
+def _last_step(config: Config) -> int:
+    with closing(Store(config.store.url, read_only=True, outage_s=config.store.outage_s)) as store:
+        return store.journal.last_step()
 
 
 def _fitted(

@@ -35,6 +35,7 @@ from megarl.run.supervise.engines import (
 )
 from megarl.run.supervise.process_specs import Addresses, resolved, specs
 from megarl.run.supervise.process_units import SETTLE_S, Units, ending, failed, is_engine
+from megarl.run.supervise.trainers import RankRestarts
 from megarl.run.supervise.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
@@ -164,12 +165,14 @@ def watch(
     config: Config,
     attempt: int | None = None,
     server: Server | None = None,
+    restarts: RankRestarts | None = None,
 ) -> None:
     """Replace dead processes until the deciding ones (``Job.until``) have finished or stopped on request, then end the
     rest.
 
     Args:
         attempt: Number of this attempt; a later attempt in the run's directory ends it.
+        restarts: Starts trainer ranks again alone, which begins another attempt; None ends the attempt instead.
         server: The job's own database: restarted whenever it ends, also by the signal with which Slurm stops a step.
 
     Raises:
@@ -199,7 +202,7 @@ def watch(
     supervisor = EngineSupervisor(rows, units, replacements, STOP_S, more, often=often)
     in_store = None
     if attempt is not None and job.has(ProcessKind.ENGINE):
-        store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True)
+        store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True, outlives=True)
         in_store = RowsInStore(store, LOOK_OFTEN_S if often else LOOK_S, beats=not job.is_alone)
         in_store.start()
     try:
@@ -237,6 +240,9 @@ def watch(
                 is_well = units.look()
                 if stop_request.count:
                     continue  # the stop may have ended the others as well
+                if not is_well and restarts is not None and restarts.begin(started, units):
+                    attempt = restarts.attempt
+                    continue
                 if not ((is_well or units.replace_others()) and supervisor.act()):
                     _raise_for_dead([s.process for s in units.present()], units.used_up)
             else:
