@@ -53,6 +53,7 @@ def _forked_alone(fork: Any, server: ForkServer, *args: Any, **kwargs: Any) -> i
 def main(argv: list[str]) -> None:
     """Install a fault, then become ``megarl train``."""
     from megarl.exam.areas import find
+    from megarl.exam.areas.reward_faults import FAULTS
     from megarl.exam.fault import wrap
     from megarl.rewards.again import SecondVerifier
 
@@ -64,7 +65,8 @@ def main(argv: list[str]) -> None:
             importlib.import_module(module)
         if fault.install is not None:
             fault.install()
-        SecondVerifier.command = ("-m", __spec__.name, VERIFIER, name)  # the fault is in verifiers, too
+        if fault in FAULTS:
+            SecondVerifier.command = ("-m", __spec__.name, VERIFIER, name)
     sys.argv = ["megarl", "train", *overrides]
     runpy.run_module("megarl", run_name="__main__", alter_sys=True)
 
@@ -74,15 +76,14 @@ VERIFIER = "verifier"
 
 
 def verifier(name: str, parent: str) -> None:
-    """Install what of a fault is in verifiers, then give second verdicts."""
+    """Install a fault of rewards as far as it is in verifiers, then give second verdicts."""
     from megarl.exam.areas import find
-    from megarl.exam.areas.reward_faults import FAULTS
     from megarl.rewards import again
 
-    fault = find(name)
-    if fault in FAULTS and fault.install is not None:
+    install = find(name).install
+    if install is not None:
         with suppress(LookupError):  # it is in a process of another kind
-            fault.install()
+            install()
     again.main([parent])
 
 

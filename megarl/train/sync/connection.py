@@ -387,8 +387,7 @@ class EngineConnection:
         def of_engine(i: int, engine: EngineControl) -> list[str]:
             if i not in joining:
                 return before.machines[i]
-            if self.come_and_go:  # an earlier trainer may have been killed during an update
-                engine.workers("megarl_abandon_update")
+            engine.workers("megarl_abandon_update")  # an earlier trainer may have been killed during an update
             return [worker["machine"] for worker in engine.workers("megarl_agree", self.init_info(i))]
 
         return self.fleet.each(of_engine)
