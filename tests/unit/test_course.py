@@ -25,6 +25,7 @@ from megarl.buffer.store import Claim, Store, Used
 from megarl.buffer.store.rollouts import RolloutTable
 from megarl.buffer.store.tables import GROUPS, ROLLOUTS
 from megarl.config import Config
+from megarl.config.alarms import AlarmsConfig
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.config.job import SyncConfig
 from megarl.config.schema import TrainerConfig
@@ -217,6 +218,7 @@ def used(run: Run) -> list[Any]:
 
 def config_of(order: Any, pacing: Pacing, **trainer: int) -> Config:
     return Config(
+        alarms=AlarmsConfig(verdicts=0),  # no process beside each simulated rank
         algorithm=AlgorithmConfig(group_size=2),
         sync=SyncConfig(
             order=order,
