@@ -27,7 +27,7 @@ TENTH = (
 HEALTHY = ("dp2", "late")
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1500)
 def test_a_tenth_of_the_faults_is_named_and_healthy_jobs_are_silent(tmp_path: Path) -> None:
     runner = Runner(tmp_path, commands.server())
     exams = [Exam(name, find(name).job, find(name), times=0.25) for name in TENTH]
