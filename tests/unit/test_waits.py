@@ -34,6 +34,7 @@ POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
 LIMITED = {
     "exam/runner.Runner.run_all: with ThreadPoolExecutor": "runner.LIMIT_S for each job",
     "rewards/again.SecondVerifier.close: process.wait": "SIGKILL before it",
+    "train/loop/remote_copies.RemoteCopies.stop: self._process.wait": "SIGKILL before it",
     "rewards/again.SecondVerifier.replies: self._socket.recv": "no wait: the selector has seen bytes",
     "rewards/again.main: questions.readline": "the other side's life: its end is an end of file",
     "run/replay._on_grid: process.wait": "a command: its user ends it",
