@@ -10,6 +10,7 @@ from megarl.core.errors import ConfigError
 from megarl.learn.models.norms import Residual
 from megarl.learn.models.specs import check_layers
 from megarl.weights.architectures import ARCHITECTURES
+from megarl.weights.architectures.complete import complete
 from megarl.weights.architectures.table import USUAL_NORMS
 from megarl.weights.reshard.layouts import vllm_layout
 from tests.parallel.families import FAMILIES
@@ -20,7 +21,7 @@ UNUSUAL = [name for name, (kind, _) in FAMILIES.items() if ARCHITECTURES[kind].n
 
 @pytest.mark.parametrize("family", ["qwen3", *UNUSUAL])
 def test_norms_that_transformer_engine_does_not_have(family: str) -> None:
-    settings = family_config(family)
+    settings = complete(family_config(family))
     name = settings["model_type"]
     check_layers(ModelConfig(), settings)
     engine = ModelConfig(transformer_impl="transformer_engine")
