@@ -72,7 +72,7 @@ def test_no_token_has_an_embedding_of_zeros(model_path: Path) -> None:
 
 
 JOINED = "qwen3_5"
-"""Its files join tensors of the table: ``test_joined_tensors.py``, ``test_from_scratch_vision.py``."""
+"""Its files join tensors of the table; a job trains it in ``tests/loop/test_vision_job.py``."""
 
 
 @pytest.mark.parametrize("model_type", sorted(set(MODELS) - {VISION, JOINED}))
