@@ -55,8 +55,10 @@ class Held:
             "reward.workers=2",
             "cluster.stall_s=600",
             "rollout.request_timeout_s=600",
+            "alarms.verdicts=0",
         )
-        """A second worker scores the other answers, where one is held back. Processes may stand still for long."""
+        """A second worker scores the other answers, where one is held back. Processes may stand still for long. The
+        second verifier would be held in place of an answer."""
 
     def hold(self, split: Split, which: Which = "one") -> None:
         """Hold back the next wrong answer that is scored, or all of them; release those that are held."""
