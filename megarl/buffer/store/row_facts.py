@@ -6,12 +6,15 @@ import json
 from collections.abc import Collection
 from typing import NamedTuple
 
-from sqlalchemy import func, select
+from sqlalchemy import bindparam, func, select
 
 from megarl.buffer.store.codec import task_from_row
 from megarl.buffer.store.tables import GROUPS, ROLLOUTS, STEPS, TASKS, TRAJECTORIES, VERSIONS
 from megarl.buffer.store.transactions import Transactions
 from megarl.core.schema import GREEDY, Task
+
+TASKS_NAMED = select(TASKS).where(TASKS.c.task_id.in_(bindparam("ids", expanding=True)))
+"""Tasks by id. Made once, because SQLAlchemy takes longer to build the query than SQLite to answer it."""
 
 
 class GroupFacts(NamedTuple):
@@ -33,8 +36,8 @@ class FactTable:
 
     def tasks(self, task_ids: Collection[str]) -> dict[str, Task]:
         """Return tasks by id, without images."""
-        query = select(TASKS).where(TASKS.c.task_id.in_(list(task_ids)))
-        rows = self._database.read(lambda connection: connection.execute(query).all())
+        given = {"ids": list(task_ids)}
+        rows = self._database.read(lambda connection: connection.execute(TASKS_NAMED, given).all())
         return {row.task_id: task_from_row(row) for row in rows}
 
     def task_order(self) -> list[str]:

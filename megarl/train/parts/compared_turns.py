@@ -48,7 +48,7 @@ class ComparedTurns(Part):
             self._templates = Templates(ChatTokenizer.of(self._config), self._config.rollout.workflow)
         keys = {(batch.rows[number].group_id, batch.rows[number].index) for _, number, _ in chosen}
         whole = self._whole([outlines[key] for key in sorted(keys)])
-        tasks = self._store.selection.tasks_named({each.task_id for each in whole.values()})
+        tasks = self._store.facts.tasks({each.task_id for each in whole.values()})
         self._found, lines = {}, dict[str, str]()
         sequences, starts = batch.sequences, batch.sequences.cu_seqlens.tolist()
         for place, number, ordinal in chosen:

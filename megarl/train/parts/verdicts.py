@@ -55,7 +55,8 @@ class Verdicts(Part):
         for one in data.trajectories:
             if one.reward.status in NO_VERDICT and config.reward.on_error != "zero":
                 self._say("no-verdict", f"{name_of(one)} has no verdict ({one.reward.status}) and is trained")
-        for group in by_group(data.trajectories):
+        by_length = config.reward.overlong_buffer is not None or config.reward.length.weight
+        for group in by_group(data.trajectories) if by_length else ():
             for name, text in wrong_parts(group, config.reward, config.rollout.max_response_tokens, state.step):
                 self._say("shaping", f"{name}: {text}")
         several = config.alarms.verdicts * (1 if state.step else FIRST_TIMES)
@@ -123,13 +124,18 @@ def choice(trajectories: Sequence[Trajectory], number: int, random: np.random.Ge
         and one.cause is None
         and one.reward.status not in NO_VERDICT
     ]
-    keys = {id(one): _same(one) for one in known}
+    of_tasks: dict[str, set[str]] = {}
+    for one in known:
+        of_tasks.setdefault(one.task_id, set()).add(one.reward.status)
+    keys = {id(one): _same(one) for one in known if len(of_tasks[one.task_id]) > 1}  # a key takes time
     statuses: dict[tuple[str, int, TokenBounds | None], set[str]] = {}
     for one in known:
-        statuses.setdefault(keys[id(one)], set()).add(one.reward.status)
+        if id(one) in keys:
+            statuses.setdefault(keys[id(one)], set()).add(one.reward.status)
     known = [known[i] for i in random.permutation(len(known))]
-    chosen = [one for one in known if len(statuses[keys[id(one)]]) > 1][:number]
-    rest = sorted((one for one in known if not any(one is other for other in chosen)), key=lambda e: -e.reward.score)
+    chosen = [one for one in known if id(one) in keys and len(statuses[keys[id(one)]]) > 1][:number]
+    taken = {id(one) for one in chosen}
+    rest = sorted((one for one in known if id(one) not in taken), key=lambda e: -e.reward.score)
     high = [one for one in rest if one.reward.score == rest[0].reward.score]
     low = rest[len(high) :]
     half = max(number - len(chosen) - len(low), (number - len(chosen)) // 2)
