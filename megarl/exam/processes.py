@@ -1,7 +1,7 @@
 """Commands forked from a process that has imported, once, all that they and their processes import.
 
-A fork of such a process can patch functions before it becomes the supervisor of a job. Trainer ranks, explorer, engines
-and reward workers are forked from the supervisor, so the patches are in all of them.
+A fork of such a process can patch functions before it becomes the supervisor of a job. Trainer ranks, explorer and
+engines are forked from the supervisor, reward workers and the second verifier from these: all have the patches.
 ``python -m megarl.exam.processes FAULT OVERRIDES`` is such a job.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib
 import runpy
 import sys
-from contextlib import suppress
 from typing import Any
 
 from megarl.core.jobs import ProcessKind
@@ -53,9 +52,7 @@ def _forked_alone(fork: Any, server: ForkServer, *args: Any, **kwargs: Any) -> i
 def main(argv: list[str]) -> None:
     """Install a fault, then become ``megarl train``."""
     from megarl.exam.areas import find
-    from megarl.exam.areas.reward_faults import FAULTS
     from megarl.exam.fault import wrap
-    from megarl.rewards.again import SecondVerifier
 
     name, *overrides = argv
     wrap(ForkServer.fork, _forked_alone)
@@ -65,27 +62,9 @@ def main(argv: list[str]) -> None:
             importlib.import_module(module)
         if fault.install is not None:
             fault.install()
-        if fault in FAULTS:
-            SecondVerifier.command = ("-m", __spec__.name, VERIFIER, name)
     sys.argv = ["megarl", "train", *overrides]
     runpy.run_module("megarl", run_name="__main__", alter_sys=True)
 
 
-VERIFIER = "verifier"
-"""First argument of the process that gives second verdicts."""
-
-
-def verifier(name: str, parent: str) -> None:
-    """Install a fault of rewards as far as it is in verifiers, then give second verdicts."""
-    from megarl.exam.areas import find
-    from megarl.rewards import again
-
-    install = find(name).install
-    if install is not None:
-        with suppress(LookupError):  # it is in a process of another kind
-            install()
-    again.main([parent])
-
-
 if __name__ == "__main__":
-    verifier(*sys.argv[2:]) if sys.argv[1] == VERIFIER else main(sys.argv[1:])
+    main(sys.argv[1:])

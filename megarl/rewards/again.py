@@ -11,26 +11,25 @@ import asyncio
 import inspect
 import json
 import os
-import resource
 import selectors
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
 from megarl.config.load import from_dict, to_dict
 from megarl.config.rewards import RewardConfig
 from megarl.core.errors import ConfigError
+from megarl.core.processes.fork import Forked
 from megarl.core.processes.machine import die_with
 from megarl.core.processes.secrets import hide_secrets
 from megarl.core.schema import Task
 from megarl.core.text import as_written
-from megarl.rewards.pool.child import SOCKET, kill_tree
-from megarl.rewards.pool.worker import ADDRESS_SPACE_BYTES, CPU_SHARE, FILE, load_function, stop_timers, verdict_of
+from megarl.rewards.pool.child import END_S, PRELOAD, SOCKET, kill_tree, server_of, started
+from megarl.rewards.pool.worker import CPU_SHARE, FILE, bound_memory, load_function, stop_timers, verdict_of
 from megarl.rewards.routes import CODE, FAMILIES, JUDGE, Scorer, route
 from megarl.rewards.verdict import LATE, to_verdict, with_question
 
@@ -41,12 +40,9 @@ COSTLY = ("", CODE, JUDGE, LATE)
 class SecondVerifier:
     """Owner of the process; asks without waiting. A process that hangs or dies is replaced; its questions are lost."""
 
-    command: Sequence[str] = ("-m", __name__)
-    """Arguments of Python that start the process, before its parent's id."""
-
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | Forked | None = None
         self._socket: socket.socket | None = None
         self._asked: dict[int, float] = {}
         """Number of a question without a reply -> time until which it is awaited."""
@@ -60,15 +56,8 @@ class SecondVerifier:
             return
         ours, its = socket.socketpair()
         with its:
-            self._process = subprocess.Popen(
-                [sys.executable, *self.command, str(os.getpid())],
-                env={**os.environ, SOCKET: str(its.fileno())},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[its.fileno()],
-                process_group=0,
-            )
+            command = [__name__, str(os.getpid())]
+            self._process = started(server_of(PRELOAD), command, its.fileno(), subprocess.DEVNULL)
         ours.setblocking(False)
         self._socket = ours
         self._send(to_dict(self._config))
@@ -132,7 +121,8 @@ class SecondVerifier:
         process, self._process = self._process, None
         if process is not None:
             kill_tree(process.pid)
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # in a system call of a broken disk it ends later
+                process.wait(END_S)
         if self._socket is not None:
             self._socket.close()
         self._socket, self._bytes = None, b""
@@ -201,7 +191,7 @@ def main(arguments: list[str]) -> None:
     questions, replies = connection.makefile("r", encoding="utf-8"), connection.makefile("w", encoding="utf-8")
     config = from_dict(RewardConfig, json.loads(questions.readline()))
     if config.path is None:
-        resource.setrlimit(resource.RLIMIT_AS, (2 * ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
+        bound_memory()
     try:
         verifiers = BareVerifiers(config)
     except ConfigError:  # the explorer's workers report it

@@ -23,7 +23,7 @@ def main() -> int:
     role, arguments = sys.argv[1] if len(sys.argv) > 1 else "", sys.argv[2:]
     hide_secrets()  # from commands of agents
     with uncollected():
-        if role == "explorer":
+        if role == "explorer" or (role == "trainer" and os.environ.get("RANK") == "0"):  # rank 0 asks a verifier again
             from megarl.rewards.pool.child import fork_root
 
             fork_root()  # heartbeat and parent watch run in threads

@@ -84,7 +84,7 @@ def test_a_forked_worker_is_as_one_that_was_started(
     reporting: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Late variables differ from the server's; others have a worker started by itself."""
-    asyncio.run(child.server_of(child.PRELOAD))
+    child.server_of(child.PRELOAD).await_imports()
     monkeypatch.setenv("MEGARL_JOB_KEY", "very-secret")
     forks: list[int | None] = []
     fork = ForkServer.fork

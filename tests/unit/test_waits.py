@@ -33,7 +33,6 @@ POOLS = {"ThreadPoolExecutor", "ProcessPoolExecutor"}
 """As context managers they wait for all their work."""
 LIMITED = {
     "exam/runner.Runner.run_all: with ThreadPoolExecutor": "runner.LIMIT_S for each job",
-    "rewards/again.SecondVerifier.close: process.wait": "SIGKILL before it",
     "train/loop/remote_copies.RemoteCopies.stop: self._process.wait": "SIGKILL before it",
     "rewards/again.SecondVerifier.replies: self._socket.recv": "no wait: the selector has seen bytes",
     "rewards/again.main: questions.readline": "the other side's life: its end is an end of file",

@@ -222,6 +222,7 @@ def _serve_as(parent: int, serve: Callable[[], None]) -> NoReturn:
     with suppress(BaseException):
         die_with(parent, signal.SIGKILL)
         ignore_ends()
+        show_as([sys.executable, "-m", __name__], os.environ)
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)

@@ -147,11 +147,12 @@ class RewardProcess:
         Raises:
             OSError: the machine cannot start another process.
         """
-        server = await server_of((*PRELOAD, *modules))
+        server = server_of((*PRELOAD, *modules))
+        await asyncio.to_thread(server.await_imports)
         ours, its = socket.socketpair()
         try:
             with its, nullcontext(STDERR) if output is None else output.opened() as printed:
-                process = _start(server, its.fileno(), printed)
+                process = started(server, [WORKER, str(os.getpid())], its.fileno(), printed)
         except BaseException:
             ours.close()
             raise
@@ -188,14 +189,13 @@ def fork_root() -> None:
     _roots[os.getpid()] = ForkRoot()
 
 
-async def server_of(modules: tuple[str, ...]) -> ForkServer:
-    """Return the fork server of this process with these imports, once it is ready or has failed."""
+def server_of(modules: tuple[str, ...]) -> ForkServer:
+    """Return the fork server of this process with these imports, which it may not have yet."""
     server = servers.get((os.getpid(), modules))
     if server is None or (server.closed and server.imported):  # it was killed; failing imports would fail again
         root = _roots.get(os.getpid())
         server = root.server(modules, os.environ) if root is not None else None
         server = servers[os.getpid(), modules] = server or ForkServer.start(modules, os.environ)
-    await asyncio.to_thread(server.await_imports)
     return server
 
 
@@ -207,9 +207,17 @@ def end_servers() -> None:
         root.close()
 
 
-def _start(server: ForkServer, connection: int, printed: int) -> subprocess.Popen[bytes] | Forked:
-    """Fork a worker, or start one if forking is impossible."""
-    argv = ["-m", WORKER, str(os.getpid())]
+def started(
+    server: ForkServer, command: Sequence[str], connection: int, printed: int
+) -> subprocess.Popen[bytes] | Forked:
+    """Fork a process group from a server, or start one if forking is impossible.
+
+    Args:
+        command: A module that is run, and its arguments.
+        connection: Descriptor of the process's socket.
+        printed: Descriptor of its stdout and stderr, or ``subprocess.DEVNULL``.
+    """
+    argv = ["-m", *command]
     with open(os.devnull, "wb") as null:
         output = null.fileno() if printed == subprocess.DEVNULL else printed
         pid = server.fork(argv, os.environ, output, {SOCKET: connection}, session=False)

@@ -71,8 +71,7 @@ class Function:
             os.environ[FILE] = config.path
             self._user = load_function(config.path)
         if self._user is None:
-            limit = _address_space_bytes() + ADDRESS_SPACE_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
+            bound_memory()
         self._scorers: dict[str, Scorer] = {}
         self._most_bytes = _peak_bytes() + GROWTH_BYTES
         self._loop = asyncio.new_event_loop()
@@ -117,9 +116,10 @@ class Function:
         return describe(error, self._config.path, self._user)
 
 
-def _address_space_bytes() -> int:
-    """Return the address space of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+def bound_memory() -> None:
+    """Let this process grow by ``ADDRESS_SPACE_BYTES`` at most."""
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now + ADDRESS_SPACE_BYTES, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _peak_bytes() -> int:
