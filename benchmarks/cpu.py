@@ -36,7 +36,7 @@ SHOWN = 12
 """Functions of a process that are printed."""
 KINDS = {
     "supervisor": r"megarl (train|bench)",
-    "fork server": r"fork\.main\(\)|core\.fork",
+    "fork server": r"fork\.main\(\)|processes\.fork",
     "trainer rank": r"run\.start trainer",
     "explorer": r"run\.start explorer",
     "engine's server": r"engine\.server\.server",
@@ -53,8 +53,7 @@ Found = tuple[Mapping[str, float], float, Path]
 
 
 def kind_of(command: str) -> str:
-    """Kind of a process: the first of ``KINDS`` that its command line matches. A fork server that a process has forked
-    has that process's command line, and counts with it."""
+    """Kind of a process: the first of ``KINDS`` that its command line matches."""
     return next((name for name, words in KINDS.items() if re.search(words, command)), "others")
 
 
