@@ -8,8 +8,9 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from megarl.config import Config, load_resolved
 from megarl.core.errors import ConfigError
 from megarl.core.kept_batches import KeptBatch, KeptValues, kept_steps, path_of, values_path
 from megarl.core.metrics import records
+from megarl.core.schema import Trajectory, file_digest
 from megarl.learn import algorithms
 from megarl.run.data.open_run import stored_run, table
 from megarl.run.process import ports
@@ -125,7 +127,17 @@ def _stages(task: str) -> list[ReplayStage]:
     grid = config if same_grid else on_one_process(config)
     if grid.parallel.backend == "gloo":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    return StepReplay(grid, kept, values, Path(checkpoint), exact=same_grid).stages(recorded)
+    read = partial(_images, run_dir)
+    return StepReplay(grid, kept, values, Path(checkpoint), read, exact=same_grid).stages(recorded)
+
+
+def _images(run_dir: Path, groups: Sequence[str]) -> tuple[list[Trajectory], dict[str, bytes]]:
+    """Return the trajectories of groups, and digest -> file of their images."""
+    with stored_run(run_dir, Selection()) as run:
+        members = run.store.selection.members(list(groups))
+        of_tasks = run.store.tasks.images({one.task_id for one in members})
+        files = {file_digest(file): file for files in of_tasks.values() for file in files}
+        return members, files | run.store.groups.images(list(groups))
 
 
 def _on_grid(task: str, ranks: int) -> list[ReplayStage]:

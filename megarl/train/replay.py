@@ -26,6 +26,7 @@ from megarl.learn.batching import Sequences
 from megarl.learn.parallel import process_groups
 from megarl.learn.training import objectives
 from megarl.train.batch.batch import StepBatch
+from megarl.train.batch.kept_images import ReadImages, put_images
 from megarl.train.inference.inference import Inference
 from megarl.train.inference.models import REFERENCE, Models
 from megarl.train.ranks import Ranks, Reporter, TrainState
@@ -85,10 +86,23 @@ class StepReplay:
     Args:
         config: The run's settings, with the grid to compute on.
         checkpoint: Of the step before.
+        read_images: Called where the model has a vision tower.
         exact: The grid is the run's own, so that every difference counts.
+
+    Raises:
+        ConfigError: the batch cannot be made again.
     """
 
-    def __init__(self, config: Config, kept: KeptBatch, values: KeptValues, checkpoint: Path, *, exact: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        kept: KeptBatch,
+        values: KeptValues,
+        checkpoint: Path,
+        read_images: ReadImages,
+        *,
+        exact: bool,
+    ) -> None:
         self._config, self._exact = config, exact
         self._algorithm = algorithms.get(config.algorithm.name)
         self._kept, self._values = kept, values
@@ -97,6 +111,8 @@ class StepReplay:
         ops.use(config.trainer.kernels)
         process_groups.initialize(config.parallel, seed=config.trainer.seed)
         self._models = models = Models(config, self._algorithm)
+        if models.images is not None:
+            put_images(models.images, self.batch.sequences, self._owners(), read_images)
         models.make_actor(checkpoint)
         if models.actor.model.adapters is not None:
             models.load_base()
@@ -111,6 +127,14 @@ class StepReplay:
         self._inference = Inference(config, self._algorithm, models, lambda phase: None)
         updates = UpdateFilter(config.trainer.update_filter, cast("Reporter", _Silent()))
         self._learner = Learner(config, self._algorithm, self._inference, updates, Ranks())
+
+    def _owners(self) -> list[tuple[str, int] | None]:
+        """Return (group id, index) of each sequence's response; None for an expert row."""
+        values = self._values
+        return [
+            None if of < 0 else (str(values.response_groups[of]), int(values.response_indices[of]))
+            for of in values.row[np.argsort(self._kept.numbers)].tolist()
+        ]
 
     def stages(self, recorded: dict[str, float]) -> list[ReplayStage]:
         """Return all stages in order, with the metrics ``recorded`` of the step."""
@@ -194,10 +218,8 @@ class StepReplay:
         sequences = self.batch.sequences
         row = int(sequences.row[at])
         number = at - int(sequences.cu_seqlens[row])
-        of = self._values.row[np.argsort(self._kept.numbers)[row]]
-        who = "an expert row"
-        if of >= 0:
-            who = f"response {self._values.response_indices[of]} of group {self._values.response_groups[of]}"
+        owner = self._owners()[row]
+        who = "an expert row" if owner is None else f"response {owner[1]} of group {owner[0]}"
         return ReplayStage(name, float(apart[at]), bound, f"token {number + 1} of {who}")
 
 

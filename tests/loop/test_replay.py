@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from megarl.core.kept_batches import KeptValues, values_path
+from tests.loop.test_vision_job import SETTINGS as IMAGES
 from tests.system import commands
 from tests.system.jobs import TINY, Job
 
@@ -25,6 +26,7 @@ KEPT = (
     "taskset.warm_start_size=2000",
 )
 SUMS = (*TINY, *KEPT, "trainer.steps=2")
+VISION = tuple(one for one in IMAGES if not one.startswith(("trainer.steps", "trainer.checkpoint", "trainer.warm")))
 GRIDS = {
     "tp2": ("parallel=tp2",),
     "pp2": ("parallel=pp2",),
@@ -32,6 +34,7 @@ GRIDS = {
     "lora": ("parallel=tp1", "model.lora.rank=4", "model.lora.alpha=8"),
     "late": ("parallel=tp1", "sync.max_staleness=1", "sync.order=completion", "algorithm.correction=truncate"),
     "turns": ("experiment=guess", "parallel=tp1", "taskset.options.max_terms=null"),
+    "images": (*KEPT[:3], *VISION, "parallel=tp2", "trainer.steps=2", "trainer.warm_start.steps=3"),
 }
 MOST = 1e-6
 """Largest relative difference of a gradient norm between grids."""
@@ -77,7 +80,7 @@ def test_a_step_is_the_same_on_one_process_and_to_the_bit_on_its_grid(run: Path)
 @pytest.mark.soak
 @pytest.mark.parametrize("grid", GRIDS)
 def test_steps_of_other_jobs(grid: str, tmp_path: Path) -> None:
-    settings = (*SUMS, *GRIDS[grid])
+    settings = GRIDS[grid] if grid == "images" else (*SUMS, *GRIDS[grid])
     if grid == "turns":
         settings = tuple(one for one in settings if not one.startswith(("taskset.options", "rollout.max")))
     check(trained(tmp_path / grid, settings))
