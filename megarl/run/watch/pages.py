@@ -266,9 +266,9 @@ def groups(
                     *sections,
                 ]
     after, before = _neighbours(found, shown, start, newer)
-    links = [path_of(name, place) if place else "" for name, place in (("after", after), ("before", before))]
+    paths = [path_of(name, place) if place else "" for name, place in (("after", after), ("before", before))]
     note = _note(found, selection, newer)
-    return [PIECES.search(filters, words, "; ".join(FORMS.values()), *links, note), *parts], groups_page.SCRIPT
+    return [PIECES.search(filters, words, "; ".join(FORMS.values()), *paths, note), *parts], groups_page.SCRIPT
 
 
 def _noted(groups: Sequence[StoredGroup], shown: set[str]) -> Iterator[StoredGroup]:
