@@ -25,7 +25,7 @@ import numpy as np
 import page
 import psutil
 
-from megarl.buffer.store import Place, Store
+from megarl.buffer.store import GroupPlace, Store
 from megarl.buffer.store.codec import trajectory_to_row
 from megarl.buffer.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES
 from megarl.config import compose, save_resolved
@@ -199,10 +199,10 @@ def main() -> None:
         def overview() -> object:
             return pages.overview(WatchedRun(folder).now())
 
-        def groups(filters: str = "", words: str = "", start: Place | None = None) -> Callable[[], object]:
+        def groups(filters: str = "", words: str = "", start: GroupPlace | None = None) -> Callable[[], object]:
             return lambda: pages.groups(folder, filters, words, start, lambda *_: "")
 
-        page_1000 = Place(arguments.trajectories // (SIZE * PER_STEP) - 6_000 // PER_STEP, 0)
+        page_1000 = GroupPlace(arguments.trajectories // (SIZE * PER_STEP) - 6_000 // PER_STEP, 0)
         cases = {
             "overview": overview,
             "overview, not changed": lambda: run.now(),

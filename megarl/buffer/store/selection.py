@@ -32,7 +32,7 @@ from megarl.core.schema import GREEDY, End, Task, Trajectory
 SEARCH_S = 0.15
 """Seconds after which a search for a page of groups stops at the end of a part, with fewer groups."""
 LAST_POSITION = 10**9 - 1
-"""``Place.position`` after all groups of a rollout."""
+"""``GroupPlace.position`` after all groups of a rollout."""
 USED = (GroupState.CONSUMED, GroupState.DROPPED)
 """States of groups that no later step or evaluation takes."""
 
@@ -96,22 +96,22 @@ class StoredGroup(NamedTuple):
     data_source: str
 
 
-class Place(NamedTuple):
+class GroupPlace(NamedTuple):
     """Place of a group in the order of requests."""
 
     rollout: int
     """``sequence`` of its rollout."""
     position: int
-    """Of the group within the rollout."""
+    """Position of the group in its rollout."""
 
 
 class NewestGroups(NamedTuple):
     """Groups of a search, the newest first."""
 
     groups: list[StoredGroup]
-    places: list[Place]
+    places: list[GroupPlace]
     """Place of each group."""
-    at: Place | None
+    at: GroupPlace | None
     """Place from which a search goes on; None if no other group matches."""
 
 
@@ -157,7 +157,7 @@ class SelectionTable:
         selection: Selection,
         limit: int,
         words: str = "",
-        start: Place | None = None,
+        start: GroupPlace | None = None,
         *,
         newer: bool = False,
         search_s: float = SEARCH_S,
@@ -173,8 +173,8 @@ class SelectionTable:
             search_s: Seconds after which the search stops with fewer groups, at the end of a part.
         """
         begun = asked = time.monotonic()
-        found: list[tuple[StoredGroup, Place]] = []
-        at: Place | None = None
+        found: list[tuple[StoredGroup, GroupPlace]] = []
+        at: GroupPlace | None = None
         sizes = [IDS]
         query = _groups().add_columns(ROLLOUTS.c.sequence).where(*selection.of_group(), *_having(selection, words))
         query = query.where(_beyond(start, newer)).order_by(*_order(newer))
@@ -185,8 +185,8 @@ class SelectionTable:
             which = query.where(GROUPS.c.rollout_id.in_(ids)).limit(limit + 1 - len(found))
             for row in self._database.read(lambda c, which=which: c.execute(which).all()):  # type: ignore[misc]
                 group = StoredGroup(*row[:-1])
-                found.append((group, Place(row[-1], group.position)))
-            at = Place(part[-1][0], LAST_POSITION if newer else 0)
+                found.append((group, GroupPlace(row[-1], group.position)))
+            at = GroupPlace(part[-1][0], LAST_POSITION if newer else 0)
             took, asked = time.monotonic() - asked, time.monotonic()
             sizes.append(sizes[-1] * (2 if took < search_s / 8 else 1))
         else:
@@ -197,7 +197,9 @@ class SelectionTable:
         found = found[::-1] if newer else found
         return NewestGroups([group for group, _ in found], [place for _, place in found], at)
 
-    def _rollouts_from(self, selection: Selection, start: Place | None, newer: bool) -> Iterator[tuple[int, str, int]]:
+    def _rollouts_from(
+        self, selection: Selection, start: GroupPlace | None, newer: bool
+    ) -> Iterator[tuple[int, str, int]]:
         """Yield (sequence, id, number of groups) of rollouts from ``start`` on."""
         sequence = ROLLOUTS.c.sequence
         query = select(sequence, ROLLOUTS.c.rollout_id, ROLLOUTS.c.num_groups).order_by(_order(newer)[0]).limit(IDS)
@@ -324,7 +326,7 @@ def _having(selection: Selection, words: str) -> list[ColumnElement[bool]]:
     return found
 
 
-def _beyond(start: Place | None, newer: bool) -> ColumnElement[bool]:
+def _beyond(start: GroupPlace | None, newer: bool) -> ColumnElement[bool]:
     """Return the condition on groups newer or older than ``start``."""
     if start is None:
         return true()

@@ -11,7 +11,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from megarl.buffer.store import NewestGroups, Place, Selection, StoredGroup
+from megarl.buffer.store import GroupPlace, NewestGroups, Selection, StoredGroup
 from megarl.buffer.store.selection import SEARCH_S
 from megarl.engines.fleet import EngineRow
 from megarl.run.data import page as groups_page
@@ -230,8 +230,8 @@ def groups(
     folder: Path,
     filters: str,
     words: str,
-    start: Place | None,
-    path_of: Callable[[str, Place], str],
+    start: GroupPlace | None,
+    path_of: Callable[[str, GroupPlace], str],
     *,
     newer: bool = False,
     search_s: float = SEARCH_S,
@@ -279,8 +279,8 @@ def _noted(groups: Sequence[StoredGroup], shown: set[str]) -> Iterator[StoredGro
 
 
 def _neighbours(
-    found: NewestGroups, shown: Collection[str], start: Place | None, newer: bool
-) -> tuple[Place | None, Place | None]:
+    found: NewestGroups, shown: Collection[str], start: GroupPlace | None, newer: bool
+) -> tuple[GroupPlace | None, GroupPlace | None]:
     """Return the places next to which the newer and the older page are; None for a page without groups.
 
     Groups that had no room on the page come first on the older one.

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 from aiohttp import web
 from markupsafe import Markup
 
-from megarl.buffer.store import Place
+from megarl.buffer.store import GroupPlace
 from megarl.core.errors import MegarlError
 from megarl.run.report.pieces import PIECES as FRAME
 from megarl.run.watch import pages
@@ -79,7 +79,7 @@ class WatchServer:
         filters, words = request.query.get("filters", ""), request.query.get("words", "")
         before, after = (_place(request.query.get(name, "")) for name in ("before", "after"))
 
-        def path_of(name: str, place: Place) -> str:
+        def path_of(name: str, place: GroupPlace) -> str:
             return f"?{urlencode({'filters': filters, 'words': words, name: f'{place.rollout}.{place.position}'})}"
 
         newer = before is None and after is not None
@@ -113,10 +113,10 @@ class WatchServer:
         return name, self._runs[name]
 
 
-def _place(text: str) -> Place | None:
+def _place(text: str) -> GroupPlace | None:
     """Return the place that a query names; None if it names none."""
     found = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})", text)
-    return Place(int(found[1]), int(found[2])) if found else None
+    return GroupPlace(int(found[1]), int(found[2])) if found else None
 
 
 def _page(title: str, sections: list[Markup], *, poll: str = "", stamp: str = "", more: str = "") -> web.Response:
