@@ -25,7 +25,7 @@ import numpy as np
 import page
 import psutil
 
-from megarl.buffer.store import Store
+from megarl.buffer.store import GroupPlace, Store
 from megarl.buffer.store.codec import trajectory_to_row
 from megarl.buffer.store.tables import GROUPS, ROLLOUTS, TRAJECTORIES
 from megarl.config import compose, save_resolved
@@ -199,14 +199,15 @@ def main() -> None:
         def overview() -> object:
             return pages.overview(WatchedRun(folder).now())
 
-        def groups(filters: str = "", words: str = "", skipped: int = 0) -> Callable[[], object]:
-            return lambda: pages.groups(folder, filters, words, skipped, str)
+        def groups(filters: str = "", words: str = "", start: GroupPlace | None = None) -> Callable[[], object]:
+            return lambda: pages.groups(folder, filters, words, start, lambda *_: "")
 
+        page_1000 = GroupPlace(arguments.trajectories // (SIZE * PER_STEP) - 6_000 // PER_STEP, 0)
         cases = {
             "overview": overview,
             "overview, not changed": lambda: run.now(),
             "groups": groups(),
-            "groups, page 1,000": groups(skipped=6_000),
+            "groups, page 1,000": groups(start=page_1000),
             "groups with reward=1": groups("reward=1.."),
             "groups with a reward that none has": groups("reward=7.."),
             "groups of step 3": groups("steps=3"),

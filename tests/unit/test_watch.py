@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from megarl.core.jobs import STORE
 from megarl.run.data.filters import selection_of
 from megarl.run.data.open_run import StoredRun
 from megarl.run.run_dir.owner import own_run_dir
+from megarl.run.watch import pages as watch_pages
+from megarl.run.watch.pages import GROUPS
 from megarl.run.watch.server import WatchServer
 from megarl.run.watch.watched import REST, WatchedRun, found_runs
 from tests.unit.test_data_look import DATABASES, filled
@@ -67,22 +70,70 @@ def test_the_newest_groups_are_those_of_the_filters(run: StoredRun) -> None:
     for words in ("", "kind=train", "kind=eval", "steps=2-3", "reward=1", "reward=..0 source=code", "reward=2.."):
         selection, _ = selection_of(words.split())
         wanted = [group for group, members in run.glances(selection) if any(map(selection.matches, members))][::-1]
-        found = run.store.selection.newest(selection, 100)
-        assert found == wanted, words
-        assert run.store.selection.newest(selection, 2, 1) == wanted[1:3]
+        find = run.store.selection.newest
+        found = find(selection, 100)
+        assert (found.groups, found.at) == (wanted, None), words
+        if len(wanted) < 4:
+            continue
+        first = find(selection, 1)
+        second = find(selection, 2, start=first.at)
+        assert first.groups + second.groups == wanted[:3] and second.at == second.places[-1]
+        back = find(selection, 2, start=second.at, newer=True)
+        assert back.groups == wanted[:2] and (back.at is None)
+        assert find(selection, 1, start=second.at, newer=True).at == second.places[0]
+        assert find(selection, len(wanted)).at is None
     everything, _ = selection_of([])
-    by_id = run.store.selection.newest(everything, 100, words="train-000002/")
+    by_id = run.store.selection.newest(everything, 100, "train-000002/").groups
     assert {group.group_id for group in by_id} == {"train-000002/0", "train-000002/1"}
     task = run.store.selection.tasks_named([by_id[0].task_id])[by_id[0].task_id]
-    by_prompt = run.store.selection.newest(everything, 100, words=task.question)
+    by_prompt = run.store.selection.newest(everything, 100, task.question).groups
     assert {group.task_id for group in by_prompt} == {task.task_id}
-    assert run.store.selection.newest(everything, 100, words="100%_") == []
+    assert run.store.selection.newest(everything, 100, "100%_").groups == []
+
+
+def test_a_search_that_stops_early_goes_on(run: StoredRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of one group, one part a search: each group is found once, in both directions."""
+    monkeypatch.setattr("megarl.buffer.store.selection.IDS", 1)
+    selection, _ = selection_of(["reward=1"])
+    find = partial(run.store.selection.newest, selection, 100)
+    wanted = find(search_s=60).groups
+    for newer in (False, True):
+        at, searches = None, 0
+        found: list[str] = []
+        while at is not None or not searches:
+            part = find(start=at, newer=newer, search_s=0)
+            found += [group.group_id for group in (part.groups[::-1] if newer else part.groups)]
+            at, searches = part.at, searches + 1
+            assert searches < 100
+        assert found[:: -1 if newer else 1] == [group.group_id for group in wanted] and searches > 2
+    nothing, _ = watch_pages.groups(run.run_dir, "reward=9..", "", None, lambda name, place: f"#{name}", search_s=0)
+    assert "older searches further." in str(nothing[0]) and "#before" in str(nothing[0])
+
+
+def test_pages_lead_to_each_other(run: StoredRun) -> None:
+    """Each group is on one page, in both directions."""
+    everything, _ = selection_of([])
+    wanted = run.store.selection.newest(everything, 100).groups
+
+    def walked(link: str, path: str) -> tuple[list[str], str]:
+        seen: list[str] = []
+        while True:
+            [(_, text)] = pages(watched(run), f"looked/groups{path}")
+            on_page = [group.group_id for group in wanted if f"<h2>{group.group_id}</h2>" in text]
+            seen = seen + on_page if link == "older" else on_page + seen
+            found = re.search(rf'<a href="([^"]*)" data-key=".">?[^>]*>{link}</a>', text)
+            if found is None:
+                return seen, path
+            path = found[1].replace("&amp;", "&")
+
+    down, last = walked("older", "")
+    assert down == [group.group_id for group in wanted] and len(down) > GROUPS
+    assert walked("newer", last)[0] == down
 
 
 def test_pages_of_a_run(run: StoredRun) -> None:
-    found = pages(
-        watched(run), "", "looked/", "looked/groups", "looked/groups?skipped=6", "looked/log", "compare", "looked/stamp"
-    )
+    older = "looked/groups?before=4.0"
+    found = pages(watched(run), "", "looked/", "looked/groups", older, "looked/log", "compare", "looked/stamp")
     assert [status for status, _ in found] == [200] * 7
     _, overview, groups, older, log, compared, stamp = (text for _, text in found)
     assert "3 of" in overview and "entropy" in overview and "again &lt;i&gt;" in overview

@@ -8,7 +8,7 @@ from megarl.buffer.store.experts import ExpertExperience, ImportedSource
 from megarl.buffer.store.groups import PART_BYTES, outlines_of
 from megarl.buffer.store.journal import NOTHING_USED, UnusedGroup, Used, UsedGroup
 from megarl.buffer.store.late import AwaitingReward, GivenReward, Rewarded
-from megarl.buffer.store.selection import Glance, Selection, StoredGroup
+from megarl.buffer.store.selection import Glance, GroupPlace, NewestGroups, Selection, StoredGroup
 from megarl.buffer.store.store import Store
 
 __all__ = [
@@ -23,7 +23,9 @@ __all__ = [
     "ExpertExperience",
     "GivenReward",
     "Glance",
+    "GroupPlace",
     "ImportedSource",
+    "NewestGroups",
     "OutlineRow",
     "Rewarded",
     "Selection",

@@ -5,11 +5,12 @@ Results are ordered by rollout, group and member, in parts of bounded size.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, delete, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, delete, func, or_, select, true
 
 from megarl.buffer.store.claims import RolloutKind
 from megarl.buffer.store.codec import end_in, task_from_row, trajectory_from_row
@@ -28,6 +29,10 @@ from megarl.buffer.store.tables import (
 from megarl.buffer.store.transactions import Transactions
 from megarl.core.schema import GREEDY, End, Task, Trajectory
 
+SEARCH_S = 0.15
+"""Seconds after which a search for a page of groups stops at the end of a part, with fewer groups."""
+LAST_POSITION = 10**9 - 1
+"""``GroupPlace.position`` after all groups of a rollout."""
 USED = (GroupState.CONSUMED, GroupState.DROPPED)
 """States of groups that no later step or evaluation takes."""
 
@@ -91,6 +96,25 @@ class StoredGroup(NamedTuple):
     data_source: str
 
 
+class GroupPlace(NamedTuple):
+    """Place of a group in the order of requests."""
+
+    rollout: int
+    """``sequence`` of its rollout."""
+    position: int
+    """Position of the group in its rollout."""
+
+
+class NewestGroups(NamedTuple):
+    """Groups of a search, the newest first."""
+
+    groups: list[StoredGroup]
+    places: list[GroupPlace]
+    """Place of each group."""
+    at: GroupPlace | None
+    """Place from which a search goes on; None if no other group matches."""
+
+
 class Glance(NamedTuple):
     """A trajectory without its tokens."""
 
@@ -119,9 +143,8 @@ class SelectionTable:
 
     def groups(self, selection: Selection) -> Iterator[list[StoredGroup]]:
         """Yield groups that match the group conditions, at most ``IDS`` together."""
-        query = select(ROLLOUTS.c.rollout_id, ROLLOUTS.c.num_groups).where(ROLLOUTS.c.kind.in_(selection.kinds))
-        rollouts = self._database.read(lambda c: [tuple(row) for row in c.execute(query.order_by(ROLLOUTS.c.sequence))])
-        for few in _together(rollouts):
+        for part in _together(self._rollouts_from(selection, None, newer=True)):
+            few = [rollout_id for _, rollout_id, _ in part]
             which = _groups().where(GROUPS.c.rollout_id.in_(few), *selection.of_group())
             rows = self._database.read(lambda c, which=which: c.execute(which).all())  # type: ignore[misc]
             order = {rollout_id: number for number, rollout_id in enumerate(few)}
@@ -129,25 +152,69 @@ class SelectionTable:
             for start in range(0, len(found), IDS):
                 yield found[start : start + IDS]
 
-    def newest(self, selection: Selection, limit: int, skipped: int = 0, words: str = "") -> list[StoredGroup]:
-        """Return groups with a trajectory within the bounds of ``scores``, the newest first. ``ends`` is not looked at.
+    def newest(
+        self,
+        selection: Selection,
+        limit: int,
+        words: str = "",
+        start: GroupPlace | None = None,
+        *,
+        newer: bool = False,
+        search_s: float = SEARCH_S,
+    ) -> NewestGroups:
+        """Return the groups next to ``start`` that have a trajectory within the bounds of ``scores``, the newest first.
+        ``ends`` is not looked at.
 
         Args:
-            skipped: Number of newer groups that are left out.
+            limit: Most groups.
             words: Part of the task's prompt, of its reward data, or of the group's or task's id; "" is all.
+            start: Place next to which the search begins, exclusive; None is the newest group, or the oldest.
+            newer: Search groups newer than ``start``, not older ones.
+            search_s: Seconds after which the search stops with fewer groups, at the end of a part.
         """
-        query = _groups().where(*selection.of_group())
-        least, largest = selection.scores
-        if least is not None or largest is not None:
-            scored = select(TRAJECTORIES.c.score).where(TRAJECTORIES.c.group_id == GROUPS.c.group_id)
-            scored = scored.where(TRAJECTORIES.c.index != GREEDY)
-            scored = scored if least is None else scored.where(TRAJECTORIES.c.score >= least)
-            query = query.where((scored if largest is None else scored.where(TRAJECTORIES.c.score <= largest)).exists())
-        if words:
-            columns = (TASKS.c.prompt, TASKS.c.reward_model, GROUPS.c.task_id, GROUPS.c.group_id)
-            query = query.where(or_(*(column.contains(words, autoescape=True) for column in columns)))
-        query = query.order_by(ROLLOUTS.c.sequence.desc(), GROUPS.c.position.desc()).limit(limit).offset(skipped)
-        return self._database.read(lambda connection: [StoredGroup(*row) for row in connection.execute(query)])
+        begun = asked = time.monotonic()
+        found: list[tuple[StoredGroup, GroupPlace]] = []
+        at: GroupPlace | None = None
+        sizes = [IDS]
+        query = _groups().add_columns(ROLLOUTS.c.sequence).where(*selection.of_group(), *_having(selection, words))
+        query = query.where(_beyond(start, newer)).order_by(*_order(newer))
+        for part in _together(self._rollouts_from(selection, start, newer), lambda: sizes[-1]):
+            if at is not None and (len(found) > limit or asked - begun >= search_s):
+                break
+            ids = [rollout_id for _, rollout_id, _ in part]
+            which = query.where(GROUPS.c.rollout_id.in_(ids)).limit(limit + 1 - len(found))
+            for row in self._database.read(lambda c, which=which: c.execute(which).all()):  # type: ignore[misc]
+                group = StoredGroup(*row[:-1])
+                found.append((group, GroupPlace(row[-1], group.position)))
+            at = GroupPlace(part[-1][0], LAST_POSITION if newer else 0)
+            took, asked = time.monotonic() - asked, time.monotonic()
+            sizes.append(sizes[-1] * (2 if took < search_s / 8 else 1))
+        else:
+            at = None
+        if len(found) > limit:
+            found = found[:limit]
+            at = found[-1][1]
+        found = found[::-1] if newer else found
+        return NewestGroups([group for group, _ in found], [place for _, place in found], at)
+
+    def _rollouts_from(
+        self, selection: Selection, start: GroupPlace | None, newer: bool
+    ) -> Iterator[tuple[int, str, int]]:
+        """Yield (sequence, id, number of groups) of rollouts from ``start`` on."""
+        sequence = ROLLOUTS.c.sequence
+        query = select(sequence, ROLLOUTS.c.rollout_id, ROLLOUTS.c.num_groups).order_by(_order(newer)[0]).limit(IDS)
+        query = query.where(ROLLOUTS.c.kind.in_(selection.kinds))
+        last = None
+        if start is not None:  # groups of its rollout may be left
+            left = start.position != (LAST_POSITION if newer else 0)
+            last = start.rollout + (-left if newer else left)
+        while True:
+            which = query if last is None else query.where(sequence > last if newer else sequence < last)
+            rows = self._database.read(lambda c, which=which: c.execute(which).all())  # type: ignore[misc]
+            yield from map(tuple, rows)
+            if len(rows) < IDS:
+                return
+            last = rows[-1][0]
 
     def group(self, group_id: str) -> StoredGroup | None:
         """Return the group with this id, in any state; None if missing."""
@@ -227,18 +294,51 @@ class SelectionTable:
         return self._database.write(work)
 
 
-def _together(rollouts: Sequence[tuple[str, int]]) -> Iterator[list[str]]:
-    """Split rollouts (id, number of groups) into parts of about ``IDS`` groups, at least one rollout each."""
-    few: list[str] = []
-    room = IDS
-    for rollout_id, groups in rollouts:
-        if few and groups > room:
+def _together(
+    rollouts: Iterable[tuple[int, str, int]], most: Callable[[], int] = lambda: IDS
+) -> Iterator[list[tuple[int, str, int]]]:
+    """Split rollouts (sequence, id, number of groups) into parts of about ``most`` groups and at most ``IDS`` rollouts,
+    at least one rollout each."""
+    few: list[tuple[int, str, int]] = []
+    room = most()
+    for rollout in rollouts:
+        if few and (rollout[2] > room or len(few) == IDS):
             yield few
-            few, room = [], IDS
-        few.append(rollout_id)
-        room -= groups
+            few, room = [], most()
+        few.append(rollout)
+        room -= rollout[2]
     if few:
         yield few
+
+
+def _having(selection: Selection, words: str) -> list[ColumnElement[bool]]:
+    """Return the conditions on a group's trajectories and texts, as ``SelectionTable.newest``."""
+    found: list[ColumnElement[bool]] = []
+    least, largest = selection.scores
+    if least is not None or largest is not None:
+        scored = select(TRAJECTORIES.c.score).where(TRAJECTORIES.c.group_id == GROUPS.c.group_id)
+        scored = scored.where(TRAJECTORIES.c.index != GREEDY)
+        scored = scored if least is None else scored.where(TRAJECTORIES.c.score >= least)
+        found.append((scored if largest is None else scored.where(TRAJECTORIES.c.score <= largest)).exists())
+    if words:
+        columns = (TASKS.c.prompt, TASKS.c.reward_model, GROUPS.c.task_id, GROUPS.c.group_id)
+        found.append(or_(*(column.contains(words, autoescape=True) for column in columns)))
+    return found
+
+
+def _beyond(start: GroupPlace | None, newer: bool) -> ColumnElement[bool]:
+    """Return the condition on groups newer or older than ``start``."""
+    if start is None:
+        return true()
+    sequence, position = ROLLOUTS.c.sequence, GROUPS.c.position
+    if newer:
+        return or_(sequence > start.rollout, and_(sequence == start.rollout, position > start.position))
+    return or_(sequence < start.rollout, and_(sequence == start.rollout, position < start.position))
+
+
+def _order(newer: bool) -> tuple[ColumnElement[Any], ColumnElement[Any]]:
+    columns = (ROLLOUTS.c.sequence, GROUPS.c.position)
+    return columns if newer else (columns[0].desc(), columns[1].desc())
 
 
 def _with_rollout(query: Select[Any]) -> Select[Any]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from markupsafe import Markup
 
+from megarl.buffer.store import GroupPlace, NewestGroups, Selection, StoredGroup
+from megarl.buffer.store.selection import SEARCH_S
 from megarl.engines.fleet import EngineRow
 from megarl.run.data import page as groups_page
 from megarl.run.data.filters import FORMS, selection_of
@@ -224,37 +227,80 @@ def comparison(root: str, found: Mapping[str, WatchedRun], metric: str) -> list[
 
 
 def groups(
-    folder: Path, filters: str, words: str, skipped: int, path_of: Callable[[int], str]
+    folder: Path,
+    filters: str,
+    words: str,
+    start: GroupPlace | None,
+    path_of: Callable[[str, GroupPlace], str],
+    *,
+    newer: bool = False,
+    search_s: float = SEARCH_S,
 ) -> tuple[list[Markup], str]:
     """Return the sections of a page of groups, the newest first, and its script.
 
     Args:
         filters: As `megarl data` takes them (docs/data.md).
         words: Part of the prompt, ground truth or id.
-        skipped: Number of newer groups.
-        path_of: Function from a number of newer groups to the path of that page.
+        start: Place next to which the page's groups are; None is the newest page.
+        path_of: Function from "before" or "after", and a place, to the path of the page that is older or newer.
+        newer: Show groups newer than ``start``, not older ones.
+        search_s: As ``SelectionTable.newest``.
 
     Raises ConfigError for filters that cannot be read, and as ``stored_run``.
     """
     selection, _ = selection_of(filters.split())
     with stored_run(folder, selection) as run:
-        asked = GROUPS + 1
-        found = run.store.selection.newest(replace(selection, ends=()), asked, skipped, words)
+        find = partial(run.store.selection.newest, replace(selection, ends=()), GROUPS, words, search_s=search_s)
+        found = find(start, newer=newer)
+        if newer and found.at is None:  # fewer groups are newer than a page has
+            start, newer, found = None, False, find()
         parts: list[Markup] = []
+        shown: set[str] = set()
         for kind in ("train", "eval"):
-            of_kind = [group for group in found[:GROUPS] if group.kind == kind]
-            sections, links = groups_page.group_sections(run, selection, of_kind, TOKENS, kind)
+            of_kind = [group for group in found.groups if group.kind == kind]
+            sections, links = groups_page.group_sections(run, selection, _noted(of_kind, shown), TOKENS, kind)
             if sections:
                 parts += [
                     groups_page.PIECES.split(groups_page.SPLITS[kind][0]),
                     groups_page.PIECES.jump(links),
                     *sections,
                 ]
-    newer = path_of(max(skipped - GROUPS, 0)) if skipped else ""
-    older = path_of(skipped + GROUPS) if len(found) > GROUPS else ""
-    note = "" if found else "No group matches."
-    note = "Responses with another end are pale; groups are not filtered by it." if found and selection.ends else note
-    return [PIECES.search(filters, words, "; ".join(FORMS.values()), newer, older, note), *parts], groups_page.SCRIPT
+    after, before = _neighbours(found, shown, start, newer)
+    paths = [path_of(name, place) if place else "" for name, place in (("after", after), ("before", before))]
+    note = _note(found, selection, newer)
+    return [PIECES.search(filters, words, "; ".join(FORMS.values()), *paths, note), *parts], groups_page.SCRIPT
+
+
+def _noted(groups: Sequence[StoredGroup], shown: set[str]) -> Iterator[StoredGroup]:
+    """Yield groups; note the id of each that the reader has finished."""
+    for group in groups:
+        yield group
+        shown.add(group.group_id)
+
+
+def _neighbours(
+    found: NewestGroups, shown: Collection[str], start: GroupPlace | None, newer: bool
+) -> tuple[GroupPlace | None, GroupPlace | None]:
+    """Return the places next to which the newer and the older page are; None for a page without groups.
+
+    Groups that had no room on the page come first on the older one.
+    """
+    fits = [group.group_id in shown for group in found.groups]
+    places = found.places[: fits.index(False) if False in fits else None]
+    last = places[-1] if places else start
+    if newer:
+        return found.at, last
+    first = places[0] if places else start
+    return first if start else None, last if False in fits else found.at
+
+
+def _note(found: NewestGroups, selection: Selection, newer: bool) -> str:
+    """Return the remark above a page of groups."""
+    if found.at is not None and len(found.groups) < GROUPS:
+        return f"The search was long and stopped here; {'newer' if newer else 'older'} searches further."
+    if not found.groups:
+        return "No group matches."
+    return "Responses with another end are pale; groups are not filtered by it." if selection.ends else ""
 
 
 def log(folder: Path, file: str) -> list[Markup]:

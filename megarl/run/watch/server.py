@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
 from aiohttp import web
 from markupsafe import Markup
 
+from megarl.buffer.store import GroupPlace
 from megarl.core.errors import MegarlError
 from megarl.run.report.pieces import PIECES as FRAME
 from megarl.run.watch import pages
@@ -74,14 +77,15 @@ class WatchServer:
     async def _groups(self, request: web.Request) -> web.Response:
         name, run = self._run(request)
         filters, words = request.query.get("filters", ""), request.query.get("words", "")
-        skipped = request.query.get("skipped", "0")
+        before, after = (_place(request.query.get(name, "")) for name in ("before", "after"))
 
-        def path_of(number: int) -> str:
-            return f"?{urlencode({'filters': filters, 'words': words, 'skipped': number})}"
+        def path_of(name: str, place: GroupPlace) -> str:
+            return f"?{urlencode({'filters': filters, 'words': words, name: f'{place.rollout}.{place.position}'})}"
 
-        number = int(skipped) if skipped.isascii() and skipped.isdecimal() else 0
+        newer = before is None and after is not None
         try:
-            sections, script = await self._made(pages.groups, run.folder, filters, words, number, path_of)
+            make = partial(pages.groups, newer=newer)
+            sections, script = await self._made(make, run.folder, filters, words, before or after, path_of)
         except MegarlError as error:
             empty = pages.PIECES.search(filters, words, "", "", "", str(error))
             sections, script = [empty], ""
@@ -107,6 +111,12 @@ class WatchServer:
         if name not in self._runs:
             raise web.HTTPNotFound(text=f"no run {name!r} is watched")
         return name, self._runs[name]
+
+
+def _place(text: str) -> GroupPlace | None:
+    """Return the place that a query names; None if it names none."""
+    found = re.fullmatch(r"([0-9]{1,9})\.([0-9]{1,9})", text)
+    return GroupPlace(int(found[1]), int(found[2])) if found else None
 
 
 def _page(title: str, sections: list[Markup], *, poll: str = "", stamp: str = "", more: str = "") -> web.Response:
