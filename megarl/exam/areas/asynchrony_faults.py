@@ -280,6 +280,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="loss",
         job="late",
         install=_ratio_one,
+        settings=("trainer.tasks_per_step=16",),  # of four groups of an update all may have advantage 0
     ),
     Fault(
         "groups-again",

@@ -510,6 +510,7 @@ FAULTS: tuple[Fault, ...] = (
         alarm="loss",
         job="dp2",
         install=_denominator_of_each_rank,
+        begins=2,  # in the job's first step both ranks have as many tokens
     ),
     Fault(
         "loss-divided-by-ranks",
