@@ -82,6 +82,12 @@ _SIGMOID = {
     "rope_parameters": _ROPE,
 }
 
+_GRANITE = {
+    **{**_DENSE, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
+    **{"attention_multiplier": 0.3, "logits_scaling": 2.0},
+}
+_GRANITE_EXPERTS = {"intermediate_size": 40, "num_local_experts": 8, "num_experts_per_tok": 3}
+
 _DELTA = {
     **_DENSE,
     "head_dim": 24,
@@ -246,13 +252,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_experts": 8, "num_experts_per_tok": 3},
         },
     ),
-    "granite": (
-        "granite",
-        {
-            **{**_DENSE, "tie_word_embeddings": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
-            **{"attention_multiplier": 0.3, "logits_scaling": 2.0},
-        },
-    ),
+    "granite": ("granite", {**_GRANITE, "tie_word_embeddings": True}),
+    "granitemoe": ("granitemoe", {**_GRANITE, **_GRANITE_EXPERTS, "tie_word_embeddings": True}),
+    "granitemoeshared": ("granitemoeshared", {**_GRANITE, **_GRANITE_EXPERTS, "shared_intermediate_size": 56}),
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
     "olmo2": ("olmo2", {**_DENSE, "head_dim": 24}),
@@ -330,7 +332,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
-    *("granite", "seed_oss", "smollm3", "qwen2_windows"),
+    *("granite", "granitemoe", "granitemoeshared", "seed_oss", "smollm3", "qwen2_windows"),
     *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
     *("qwen3_5_vl", "qwen3_5_moe_vl"),
     *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "ministral3", "gpt_oss"),

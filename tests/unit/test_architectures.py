@@ -310,6 +310,8 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
             r"rope_type='dynamic' is not supported",
         ),
+        ("granitemoe", {"attention_sinks": True}, r"granitemoe with attention_sinks=True is not supported, only False"),
+        ("granitemoeshared", {"shared_intermediate_size": 0}, r"shared_intermediate_size=0; it must be a positive"),
         ("mistral", {"sliding_window": 0}, r"sliding_window=0; it must be a positive integer"),
         ("gpt_oss", {"layer_types": ["full_attention"] * 4}, "vLLM has windows in the first layer and every second"),
         (

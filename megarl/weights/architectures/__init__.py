@@ -16,10 +16,10 @@ from megarl.weights.architectures.deepseek import (
 )
 from megarl.weights.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
 from megarl.weights.architectures.gpt_oss import GPT_OSS
+from megarl.weights.architectures.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
 from megarl.weights.architectures.llama import (
     EXAONE4,
     GEMMA3_TEXT,
-    GRANITE,
     HUNYUAN_V1_DENSE,
     LLAMA,
     MINISTRAL3,
@@ -68,6 +68,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "solar_open": SOLAR_OPEN,
     "qwen2_moe": QWEN2_MOE,
     "granite": GRANITE,
+    "granitemoe": GRANITEMOE,
+    "granitemoeshared": GRANITEMOESHARED,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,

@@ -51,23 +51,6 @@ PHI3 = replace(
 )
 
 
-# Granite 3, dense: Llama's layers with multipliers. Source: ``transformers/models/granite/modeling_granite.py``.
-GRANITE = Architecture(
-    name="granite",
-    models="Granite 3, dense",
-    params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
-    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
-    has_score_class=False,
-    multipliers=MultiplierKeys(
-        embedding="embedding_multiplier",
-        residual="residual_multiplier",
-        attention="attention_multiplier",
-        logits="logits_scaling",
-    ),
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-)
-
-
 # SmolLM3: grouped queries; every fourth layer or a list of layers has no rope. Source:
 # ``transformers/models/smollm3/modeling_smollm3.py``; vLLM 0.32 runs it through transformers.
 SMOLLM3 = Architecture(
