@@ -114,6 +114,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "olmo3": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "ministral3": _ENGINE_SIZES,
     "exaone4": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone_moe": {
+        **{**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
+        "mlp_layer_types": ["dense", "sparse"],
+    },
     "gemma3_text": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": _HIDDEN_128,
     "gpt_oss": {**_ENGINE_SIZES, "intermediate_size": 128},
@@ -201,6 +205,8 @@ MORE_CELLS = (
     Cell("olmo3", PP2),
     Cell("ministral3", TP2),
     Cell("exaone4", TP2, {"tp": 2}),
+    Cell("exaone_moe", TP2_EP2, {"tp": 2}),
+    Cell("exaone_moe", PP2, EXPERTS),
     Cell("gemma3_text", PP2, {"tp": 2}),
     Cell("phi3", PP2, {"tp": 2}),
     Cell("qwen3_vl", TP2, {"tp": 2}, changes={"tie_word_embeddings": True}),  # 2B and 4B

@@ -292,6 +292,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4": ("exaone4", {**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS}),
+    "exaone_moe": (
+        "exaone_moe",
+        {
+            **{**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS, "num_shared_experts": 2},
+            **{"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
     "gemma3_text": (
         "gemma3_text",
         {
@@ -335,7 +343,7 @@ ALIKE = (
     *("granite", "granitemoe", "granitemoeshared", "seed_oss", "smollm3", "qwen2_windows"),
     *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
     *("qwen3_5_vl", "qwen3_5_moe_vl"),
-    *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "ministral3", "gpt_oss"),
+    *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "exaone_moe", "ministral3", "gpt_oss"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

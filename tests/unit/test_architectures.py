@@ -319,6 +319,7 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
             {"layer_types": ["full_attention"] * 4},
             r"sliding_window=7 and no sliding_attention in layer_types is not supported: .* sliding_window to null",
         ),
+        ("exaone_moe", {"swiglu_limits": [7.0] * 4}, r"exaone_moe with swiglu_limits=\[7\.0, .* only None"),
         ("mixtral", {"num_experts_per_tok": 1}, r"num_experts_per_tok=1 and normalised .* the router gets no gradient"),
         (
             "glm4_moe_lite",

@@ -15,10 +15,10 @@ from megarl.weights.architectures.deepseek import (
     SOLAR_OPEN,
 )
 from megarl.weights.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
+from megarl.weights.architectures.exaone import EXAONE4, EXAONE_MOE
 from megarl.weights.architectures.gpt_oss import GPT_OSS
 from megarl.weights.architectures.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
 from megarl.weights.architectures.llama import (
-    EXAONE4,
     GEMMA3_TEXT,
     HUNYUAN_V1_DENSE,
     LLAMA,
@@ -77,6 +77,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo3": OLMO3,
     "ministral3": MINISTRAL3,
     "exaone4": EXAONE4,
+    "exaone_moe": EXAONE_MOE,
     "olmoe": OLMOE,
     "minimax_m2": MINIMAX_M2,
     "hunyuan_v1_dense": HUNYUAN_V1_DENSE,

@@ -149,19 +149,6 @@ OLMOE = Architecture(
 )
 
 
-# EXAONE 4: OLMo 2's layers with Qwen3's norms of queries and keys; layers without a window have no rope. Source:
-# ``transformers/models/exaone4/modeling_exaone4.py``.
-EXAONE4 = Architecture(
-    name="exaone4",
-    models="EXAONE 4.0",
-    params=(*EMBEDDING, *UNNORMED_ATTENTION, *QK_NORM, *UNNORMED_MLP, *NORMS_AFTER, *OUTPUT),
-    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
-    norms=NormRules(before=False, after=True),
-    layers=LayerRules(windows=True, rope_in_windows=True),
-    fixed={"hidden_act": "silu"},
-)
-
-
 # Gemma 3, text: (1 + weight) norms before and after attention and MLP, and on each query and key head. Source:
 # ``transformers/models/gemma3/modeling_gemma3.py``.
 GEMMA3_TEXT = Architecture(

@@ -723,7 +723,7 @@ COMMON_KEYS = {
 """Field of :class:`ModelSizes` -> keys of config.json; the first key present is used."""
 DELTA_SIZES = "delta_key_heads", "delta_heads", "delta_key", "delta_value", "taps"
 """Fields of :class:`ModelSizes` for a gated delta net."""
-SHARED_EXPERTS = "n_shared_experts", "moe_num_shared_experts"
+SHARED_EXPERTS = "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
 """Keys with the number of shared experts."""
 
 
