@@ -273,6 +273,10 @@ def test_head_dim_is_optional() -> None:
     [
         ({"model_type": "gpt2"}, r"model_type='gpt2' has no table; supported: deepseek_v2, deepseek_v3, "),
         ({"model_type": None}, r"model_type=None has no table"),
+        (
+            {"model_type": "mistral3"},
+            r"take out the language model \(mistral or ministral3\) with the code in docs/exp",
+        ),
         ({"attention_bias": True}, r"qwen3 with attention_bias=True is not supported, only False"),
         ({"hidden_act": "gelu"}, r"qwen3 with hidden_act='gelu' is not supported, only 'silu'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, r"rope_type='longrope' is not supported"),

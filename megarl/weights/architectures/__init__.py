@@ -93,6 +93,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_moe": QWEN3_5_MOE_VL,
 }
 """``model_type`` in config.json -> table."""
+_WITH_TOWER = {"gemma3": "gemma3_text", "mistral3": "mistral or ministral3"}
+"""``model_type`` of models with a vision tower that megarl does not support -> that of their language models."""
 
 
 def architecture(hf_config: HFConfig, head: Head = "lm") -> Architecture:
@@ -104,6 +106,11 @@ def architecture(hf_config: HFConfig, head: Head = "lm") -> Architecture:
     found = ARCHITECTURES.get(str(model_type))
     if found is None:
         supported = ", ".join(sorted(ARCHITECTURES))
+        if inner := _WITH_TOWER.get(str(model_type)):
+            raise ArchitectureError(
+                f"model_type={model_type!r} has no table: megarl does not support its vision tower; take out the "
+                f"language model ({inner}) with the code in docs/experiments.md#language-models"
+            )
         raise ArchitectureError(
             f"model_type={model_type!r} has no table; supported: {supported}. Use such a checkpoint, or add a table to "
             "megarl/weights/architectures/"

@@ -76,11 +76,11 @@ HUNYUAN_V1_DENSE = Architecture(
 )
 
 
-# Mistral, dense: Llama's layers; the first version has sliding-window attention. Source:
+# Mistral, dense, and the language model of Mistral Small 3: Llama's layers; the first version has windows. Source:
 # ``transformers/models/mistral/modeling_mistral.py``.
 MISTRAL = Architecture(
     name="mistral",
-    models="Mistral 7B",
+    models="Mistral 7B, Small 3 (text)",
     params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     fixed={"hidden_act": "silu"},
