@@ -123,6 +123,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_ENGINE_SIZES, "intermediate_size": 128},
     "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
     "glm4": _ENGINE_SIZES,
+    "lfm2": {**_HIDDEN_128, "layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128},
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA,
     "qwen3_next": {**_DELTA, "mlp_only_layers": [1]},
@@ -208,6 +209,8 @@ MORE_CELLS = (
     Cell("exaone_moe", TP2_EP2, {"tp": 2}),
     Cell("exaone_moe", PP2, EXPERTS),
     Cell("gemma3_text", PP2, {"tp": 2}),
+    Cell("lfm2", TP2, {"tp": 2}),
+    Cell("lfm2", PP2),
     Cell("phi3", PP2, {"tp": 2}),
     Cell("qwen3_vl", TP2, {"tp": 2}, changes={"tie_word_embeddings": True}),  # 2B and 4B
     Cell("gpt_oss", EP2),

@@ -167,6 +167,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
+    "lfm2": (
+        "lfm2",
+        {
+            **{**_DENSE, "tie_word_embeddings": True, "layer_types": [*["conv"] * 2, "full_attention", "conv"]},
+            **{"intermediate_size": 130, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.2, "conv_L_cache": 4},
+        },
+    ),
     "qwen3_5": ("qwen3_5_text", _DELTA),
     "qwen3_5_moe": (
         "qwen3_5_moe_text",
@@ -342,7 +349,7 @@ ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "granitemoe", "granitemoeshared", "seed_oss", "smollm3", "qwen2_windows"),
     *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
-    *("qwen3_5_vl", "qwen3_5_moe_vl"),
+    *("lfm2", "qwen3_5_vl", "qwen3_5_moe_vl"),
     *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "exaone_moe", "ministral3", "gpt_oss"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""

@@ -108,22 +108,24 @@ def block_spec(
             # Whole on every rank, as with TransformerEngine. The local spec's sharded and gathered projection loses the
             # gradient of the other ranks' heads for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    return _balanced(_with_delta_nets(_added(block, config, residual, rules), config, vp_stage), model)
+    return _balanced(_with_recurrent_layers(_added(block, config, residual, rules), config, vp_stage), model)
 
 
-def _with_delta_nets(block: Any, config: Any, vp_stage: int | None) -> Any:
-    """Replace the attention of the layers that ``config.linear_attention_freq`` names by gated delta nets."""
+def _with_recurrent_layers(block: Any, config: Any, vp_stage: int | None) -> Any:
+    """Replace the attention of the layers that ``config.linear_attention_freq`` names by gated delta nets, or by short
+    convolutions if the config has no heads of delta nets."""
     if config.linear_attention_freq is None:
         return block
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megarl.learn.models.delta import DeltaNet
+    from megarl.learn.models.delta import DeltaNet, ShortConvolution
 
+    module = ShortConvolution if config.linear_num_value_heads is None else DeltaNet
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for number, layer in enumerate(block.layer_specs):
         if config.linear_attention_freq[first + number]:  # layers alike share one spec
-            submodules = replace(layer.submodules, self_attention=ModuleSpec(module=DeltaNet))
+            submodules = replace(layer.submodules, self_attention=ModuleSpec(module=module))
             block.layer_specs[number] = replace(layer, submodules=submodules)
     return block
 

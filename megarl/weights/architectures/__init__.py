@@ -18,6 +18,7 @@ from megarl.weights.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
 from megarl.weights.architectures.exaone import EXAONE4, EXAONE_MOE
 from megarl.weights.architectures.gpt_oss import GPT_OSS
 from megarl.weights.architectures.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
+from megarl.weights.architectures.lfm2 import LFM2
 from megarl.weights.architectures.llama import (
     GEMMA3_TEXT,
     HUNYUAN_V1_DENSE,
@@ -85,6 +86,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": GLM4,
     "ernie4_5_moe": ERNIE4_5_MOE,
     "gpt_oss": GPT_OSS,
+    "lfm2": LFM2,
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
