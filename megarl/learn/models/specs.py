@@ -144,12 +144,12 @@ def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:
 
 def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
     """Raise ConfigError if TransformerEngine's layers would compute another function than megarl's: other norms,
-    windows, sinks, YaRN's scale."""
+    windows, sinks, YaRN's scale, short convolutions."""
     if model.transformer_impl != "transformer_engine":
         return
     arch = architecture(hf_config)
     kwargs = transformer_kwargs(arch, hf_config)
-    if arch.norms != USUAL_NORMS:
+    if replace(arch.norms, epsilon=USUAL_NORMS.epsilon) != USUAL_NORMS:
         raise ConfigError(
             f"model.transformer_impl=transformer_engine with {arch.name}: TransformerEngine's layers fuse Llama's "
             "norms into their linears, and this family has others; set model.transformer_impl to local"
@@ -164,13 +164,14 @@ def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
     found = {
         f"a window of attention of {hf_config.get('sliding_window')} tokens": "window_size" in kwargs,
         "sinks in its attention": "softmax_type" in kwargs,
+        "short convolutions in place of attention in some layers": "linear_attention_freq" in kwargs,
         "queries that grow with their position": arch.layers.queries_grow,
         "YaRN": any(rope.attention_factor != 1.0 for rope in ropes(arch, hf_config) if rope is not None),
     }
     for part in (part for part, is_there in found.items() if is_there):
         raise ConfigError(
             f"model.transformer_impl=transformer_engine, but the {arch.name} model has {part}, which only megarl's own "
-            "attention computes; set model.transformer_impl to local"
+            "layers compute; set model.transformer_impl to local"
         )
 
 
