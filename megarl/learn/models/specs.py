@@ -149,7 +149,7 @@ def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
         return
     arch = architecture(hf_config)
     kwargs = transformer_kwargs(arch, hf_config)
-    if replace(arch.norms, epsilon=USUAL_NORMS.epsilon) != USUAL_NORMS:
+    if arch.norms != USUAL_NORMS:
         raise ConfigError(
             f"model.transformer_impl=transformer_engine with {arch.name}: TransformerEngine's layers fuse Llama's "
             "norms into their linears, and this family has others; set model.transformer_impl to local"

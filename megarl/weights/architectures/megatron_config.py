@@ -62,7 +62,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "kv_channels": sizes.head,
         "ffn_hidden_size": sizes.ffn,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": _number(arch.name, hf_config, arch.norms.epsilon),
+        "layernorm_epsilon": _number(arch.name, hf_config, arch.layers.norm_epsilon),
         "gated_linear_unit": True,
         "activation": "silu",
         "add_bias_linear": False,

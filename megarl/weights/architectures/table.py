@@ -346,6 +346,8 @@ class LayerRules:
     """Queries are scaled by a position-dependent factor (``llama_4_scaling_beta``)."""
     rope_in_windows: bool = False
     """With ``sliding_window`` set, layers without the window have no rope."""
+    norm_epsilon: str = "rms_norm_eps"
+    """Key with the norms' epsilon."""
     mrope_interleaved: bool = False
     """Time, row and column take turns among a head's frequencies; in other families each has a section of them."""
 
@@ -378,8 +380,6 @@ class NormRules:
     """Norm each head of queries and keys after rope, instead of before."""
     zero_centred: bool = False
     """Norms multiply by 1 + weight."""
-    epsilon: str = "rms_norm_eps"
-    """Key of config.json with the norms' epsilon."""
 
 
 USUAL_NORMS = NormRules()
