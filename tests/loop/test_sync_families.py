@@ -123,7 +123,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {**_ENGINE_SIZES, "intermediate_size": 128},
     "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
     "glm4": _ENGINE_SIZES,
-    "lfm2": {**_HIDDEN_128, "layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128},
+    "lfm2": {
+        **{**_HIDDEN_128, "layer_types": ["conv", "full_attention"], "conv_dim": 128, "block_dim": 128},
+        "conv_L_cache": 3,  # vLLM's CPU build packs four taps in bfloat16, and then fails
+    },
     "qwen3_5": _DELTA,
     "qwen3_5_moe": _DELTA,
     "qwen3_next": {**_DELTA, "mlp_only_layers": [1]},
@@ -224,6 +227,7 @@ BF16_CELLS = {
     Cell("qwen3_moe", EP2, EXPERTS, "bfloat16"): 0.05,
     Cell("deepseek_v3", TP2, {}, "bfloat16"): 0.05,
     Cell("dots1", EP2, {}, "bfloat16"): 0.05,
+    Cell("lfm2", PP2, {"tp": 2}, "bfloat16"): 0.05,
     Cell("qwen3_5", TP2, {}, "bfloat16"): 0.05,
     Cell("qwen3_5", PP2, {"tp": 2}, "bfloat16"): 0.05,
     Cell("qwen3_5_moe", EP2, {"tp": 2}, "bfloat16"): 0.05,
