@@ -29,8 +29,6 @@ from tests.parallel.test_families import ALL_GRIDS, on_grids
 PAGE = Path("docs/models.md")
 BEGIN, END = "<!-- table: begin, written by python -m tests.model_table -->", "<!-- table: end -->"
 DENSE_GRIDS, EXPERT_GRIDS = ("tp2-sp", "pp2", "tp2pp2"), ("tp2-sp", "pp2", "tp2pp2ep2")
-THROUGH_TRANSFORMERS = ("seed_oss", "smollm3", "olmo2", "hunyuan_v1_dense", "olmo3", "dots1", "solar_open")
-"""Families without a class of their own in vLLM 0.32."""
 
 
 def first_of(model_type: str) -> str:
@@ -67,8 +65,8 @@ def rows(kept: Mapping[str, str]) -> list[str]:
         kept: ``model_type`` -> line, of families that are not measured.
     """
     lines = [
-        "| `model_type` | models | trainer: largest difference of a logit | engine: of a log-prob | vLLM | critic |",
-        "|---|---|---|---|---|---|",
+        "| `model_type` | models | trainer: largest difference of a logit | engine: of a log-prob | critic |",
+        "|---|---|---|---|---|",
     ]
     cells = {
         FAMILIES[cell.family][0]: cell for cell in reversed((*CELLS, *MORE_CELLS, *BF16_CELLS)) if not cell.changes
@@ -84,9 +82,8 @@ def rows(kept: Mapping[str, str]) -> list[str]:
             trainer = trainer_difference(folder, first_of(name))
             engine = engine_difference(folder / "engine", cells[name], zygote)
             shutil.rmtree(folder)
-            through = "through transformers" if name in THROUGH_TRANSFORMERS else "own class"
             critic = "yes" if table.has_score_class else "no"
-            lines.append(f"| {name} | {table.models} | {trainer:.1e} | {engine} | {through} | {critic} |")
+            lines.append(f"| {name} | {table.models} | {trainer:.1e} | {engine} | {critic} |")
             print(lines[-1], flush=True)
     finally:
         zygote.stop()

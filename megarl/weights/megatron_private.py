@@ -107,6 +107,13 @@ def submodules_of(spec: Any, module: type) -> Any:
     return spec.submodules if spec.module is module else None
 
 
+def parts_in_checkpoint(tensor: Any, sizes: list[int], names: list[str]) -> Any:
+    """Give parts of a ShardedTensor's first axis, with these local sizes, a key each in Megatron's checkpoints."""
+    from megatron.core.ssm.gated_delta_net import _split_tensor_factory
+
+    return _split_tensor_factory(tensor, sizes, names, 0)
+
+
 @functools.cache
 def keep_query_projection() -> None:
     """Make latent attention without a query latent follow its spec: 0.19 adds a norm before the query projection, which

@@ -82,6 +82,12 @@ _SIGMOID = {
     "rope_parameters": _ROPE,
 }
 
+_GRANITE = {
+    **{**_DENSE, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
+    **{"attention_multiplier": 0.3, "logits_scaling": 2.0},
+}
+_GRANITE_EXPERTS = {"intermediate_size": 40, "num_local_experts": 8, "num_experts_per_tok": 3}
+
 _DELTA = {
     **_DENSE,
     "head_dim": 24,
@@ -159,6 +165,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
             **{"image_token_id": 4, "video_token_id": 5, "vision_start_token_id": 2, "vision_end_token_id": 3},
             "tie_word_embeddings": False,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {
+            **{**_DENSE, "tie_word_embeddings": True, "layer_types": [*["conv"] * 2, "full_attention", "conv"]},
+            **{"intermediate_size": 130, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.2, "conv_L_cache": 4},
         },
     ),
     "qwen3_5": ("qwen3_5_text", _DELTA),
@@ -246,13 +259,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_experts": 8, "num_experts_per_tok": 3},
         },
     ),
-    "granite": (
-        "granite",
-        {
-            **{**_DENSE, "tie_word_embeddings": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4},
-            **{"attention_multiplier": 0.3, "logits_scaling": 2.0},
-        },
-    ),
+    "granite": ("granite", {**_GRANITE, "tie_word_embeddings": True}),
+    "granitemoe": ("granitemoe", {**_GRANITE, **_GRANITE_EXPERTS, "tie_word_embeddings": True}),
+    "granitemoeshared": ("granitemoeshared", {**_GRANITE, **_GRANITE_EXPERTS, "shared_intermediate_size": 56}),
     "seed_oss": ("seed_oss", {**_DENSE, "head_dim": 24, "attention_bias": True}),
     "smollm3": ("smollm3", {**_DENSE, "no_rope_layer_interval": 2}),
     "olmo2": ("olmo2", {**_DENSE, "head_dim": 24}),
@@ -290,6 +299,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "exaone4": ("exaone4", {**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS}),
+    "exaone_moe": (
+        "exaone_moe",
+        {
+            **{**_DENSE, "head_dim": 24, "sliding_window": 7, "layer_types": _WINDOWS, "num_shared_experts": 2},
+            **{"moe_intermediate_size": 40, "num_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+    ),
     "gemma3_text": (
         "gemma3_text",
         {
@@ -330,10 +347,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> (model_type, keyword arguments of its transformers config)."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
-    *("granite", "seed_oss", "smollm3", "qwen2_windows"),
+    *("granite", "granitemoe", "granitemoeshared", "seed_oss", "smollm3", "qwen2_windows"),
     *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
-    *("qwen3_5_vl", "qwen3_5_moe_vl"),
-    *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "ministral3", "gpt_oss"),
+    *("lfm2", "qwen3_5_vl", "qwen3_5_moe_vl"),
+    *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "exaone_moe", "ministral3", "gpt_oss"),
 )
 """Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
 

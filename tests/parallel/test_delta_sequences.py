@@ -1,4 +1,5 @@
-"""Sequences of a model with gated delta nets do not see each other: alone, padded and packed they train alike."""
+"""Sequences of a model with gated delta nets or short convolutions do not see each other: alone, padded and packed they
+train alike."""
 
 from __future__ import annotations
 
@@ -62,9 +63,12 @@ def trained(rank: int, path: str, parallel: ParallelConfig, tied: bool) -> list[
     return found
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save("qwen3_5", tmp_path_factory.mktemp("delta") / "model")
+CASES = [
+    ("qwen3_5", "tp1"),
+    ("qwen3_5", "tp2-sp"),
+    ("lfm2", "tp1"),
+    pytest.param("lfm2", "tp2-sp", marks=pytest.mark.soak),
+]
 
 
 def largest(found: list[tuple[float, dict[str, torch.Tensor]]], which: int) -> float:
@@ -74,13 +78,15 @@ def largest(found: list[tuple[float, dict[str, torch.Tensor]]], which: int) -> f
     return max(abs(loss - other_loss) / abs(loss), *errors)
 
 
-@pytest.mark.parametrize("grid", list(GRIDS))
-def test_alone_padded_and_packed_are_equal(path: Path, grid: str) -> None:
+@pytest.mark.parametrize(("family", "grid"), CASES)
+def test_alone_padded_and_packed_are_equal(tmp_path: Path, family: str, grid: str) -> None:
+    path = save(family, tmp_path / "model")
     for found in run_grid(GRIDS[grid].world_size, trained, str(path), GRIDS[grid], False):
         assert largest(found, 1) < TOLERANCE
         assert largest(found, 2) < TOLERANCE
 
 
-def test_a_state_that_goes_on_is_seen(path: Path) -> None:
-    [found] = run_grid(1, trained, str(path), GRIDS["tp1"], True)
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("lfm2", marks=pytest.mark.soak)])
+def test_a_state_that_goes_on_is_seen(tmp_path: Path, family: str) -> None:
+    [found] = run_grid(1, trained, str(save(family, tmp_path / "model")), GRIDS["tp1"], True)
     assert largest(found, 2) > 100 * TOLERANCE

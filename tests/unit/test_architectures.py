@@ -273,6 +273,10 @@ def test_head_dim_is_optional() -> None:
     [
         ({"model_type": "gpt2"}, r"model_type='gpt2' has no table; supported: deepseek_v2, deepseek_v3, "),
         ({"model_type": None}, r"model_type=None has no table"),
+        (
+            {"model_type": "mistral3"},
+            r"take out the language model \(mistral or ministral3\) with the code in docs/exp",
+        ),
         ({"attention_bias": True}, r"qwen3 with attention_bias=True is not supported, only False"),
         ({"hidden_act": "gelu"}, r"qwen3 with hidden_act='gelu' is not supported, only 'silu'"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 4}}, r"rope_type='longrope' is not supported"),
@@ -310,6 +314,8 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}},
             r"rope_type='dynamic' is not supported",
         ),
+        ("granitemoe", {"attention_sinks": True}, r"granitemoe with attention_sinks=True is not supported, only False"),
+        ("granitemoeshared", {"shared_intermediate_size": 0}, r"shared_intermediate_size=0; it must be a positive"),
         ("mistral", {"sliding_window": 0}, r"sliding_window=0; it must be a positive integer"),
         ("gpt_oss", {"layer_types": ["full_attention"] * 4}, "vLLM has windows in the first layer and every second"),
         (
@@ -317,6 +323,7 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
             {"layer_types": ["full_attention"] * 4},
             r"sliding_window=7 and no sliding_attention in layer_types is not supported: .* sliding_window to null",
         ),
+        ("exaone_moe", {"swiglu_limits": [7.0] * 4}, r"exaone_moe with swiglu_limits=\[7\.0, .* only None"),
         ("mixtral", {"num_experts_per_tok": 1}, r"num_experts_per_tok=1 and normalised .* the router gets no gradient"),
         (
             "glm4_moe_lite",

@@ -23,6 +23,7 @@ def config_of(family: str, **changes: object) -> dict:
     ("family", "part"),
     [
         ("mistral", "a window of attention of 9 tokens"),
+        ("lfm2", "short convolutions in place of attention in some layers"),
         ("solar_open", "YaRN"),
         ("ministral3", "queries that grow with their position"),
     ],

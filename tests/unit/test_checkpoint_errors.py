@@ -82,6 +82,16 @@ def test_a_wrong_hf_checkpoint(tmp_path: Path, case: str) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.parametrize("name", ["mtp.fc.weight", "model.mtp_linear_proj.0.weight"])
+def test_prediction_layers_that_transformers_does_not_load(tmp_path: Path, name: str) -> None:
+    config, outs = qwen3_config(), (tmp_path / "out", tmp_path / "with")
+    tensors = random_hf(config)
+    for out, stored in zip(outs, (tensors, {**tensors, name: torch.ones(8, 8)}), strict=True):
+        write_hf(tmp_path / f"{out.name}-hf", config, stored)
+        convert_hf_to_megatron(tmp_path / f"{out.name}-hf", out, QUIET)
+    assert digests(outs[0]) == digests(outs[1])
+
+
 @pytest.mark.parametrize("keep", [-1, -100, 20, 5])
 def test_a_truncated_shard(tmp_path: Path, keep: int) -> None:
     config = qwen3_config()

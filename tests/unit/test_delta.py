@@ -68,39 +68,42 @@ def test_the_convolution_is_torchs_of_each_sequence() -> None:
     found = causal_convolution(x, weight, torch.cat([torch.arange(length) for length in LENGTHS]))
     for mine, own in zip(found.split(LENGTHS), x.split(LENGTHS), strict=True):
         if len(own):
-            wanted = F.silu(F.conv1d(F.pad(own.T[None], (3, 0)), weight, groups=7))[0].T
+            wanted = F.conv1d(F.pad(own.T[None], (3, 0)), weight, groups=7)[0].T
             torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-5)
 
 
-def sizes() -> dict[str, object]:
+def sizes(family: str = "qwen3_next") -> dict[str, object]:
     from transformers import AutoConfig
 
     from tests.parallel.families import FAMILIES
 
-    model_type, settings = FAMILIES["qwen3_next"]
+    model_type, settings = FAMILIES[family]
     return AutoConfig.for_model(model_type, **settings).to_dict()  # type: ignore[no-any-return]
 
 
-def test_adapters_are_refused() -> None:
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2"])
+def test_adapters_are_refused(family: str) -> None:
     from megarl.weights.reshard.adapters import factors_of
 
-    with pytest.raises(ConfigError, match="model.lora.rank=4 with qwen3_next"):
-        factors_of(sizes(), LoraConfig(rank=4))
+    with pytest.raises(ConfigError, match=f"model.lora.rank=4 with {family}"):
+        factors_of(sizes(family), LoraConfig(rank=4))
 
 
 @pytest.mark.parametrize(
-    ("parallel", "message"),
+    ("family", "parallel", "message"),
     [
-        (ParallelConfig(cp=2), "parallel.cp=2 with the gated delta nets"),
-        (ParallelConfig(tp=8), "parallel.tp=8 does not divide num_attention_heads=4"),
+        ("qwen3_next", ParallelConfig(cp=2), "parallel.cp=2 with the gated delta nets"),
+        ("lfm2", ParallelConfig(cp=2), "parallel.cp=2 with the gated delta nets or short convolutions"),
+        ("qwen3_next", ParallelConfig(tp=8), "parallel.tp=8 does not divide num_attention_heads=4"),
     ],
 )
-def test_grids_that_cut_states_are_refused(parallel: ParallelConfig, message: str) -> None:
+def test_grids_that_cut_states_are_refused(family: str, parallel: ParallelConfig, message: str) -> None:
     from megarl.learn.parallel.grid import check_parallel, megatron_grid
     from megarl.weights.architectures import architecture
     from megarl.weights.reshard.grid import check_grid
 
-    table = architecture(sizes())
+    config = sizes(family)
+    table = architecture(config)
     with pytest.raises(ConfigError, match=message):
-        check_grid(table.name, table.sizes(sizes()), megatron_grid(parallel))
-        check_parallel(parallel, table.sizes(sizes()))
+        check_grid(table.name, table.sizes(config), megatron_grid(parallel))
+        check_parallel(parallel, table.sizes(config))

@@ -121,24 +121,26 @@ def test_further_options_are_written_as_vllm_reads_them() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mla", "pp", "compilation"),
+    ("model", "pp", "compilation"),
     [
-        (False, 1, None),
-        (True, 1, {"custom_ops": ["-rotary_embedding"]}),
-        (False, 2, {"mode": 1, "custom_ops": ["all"]}),
-        (True, 2, {"mode": 1, "custom_ops": ["all", "-rotary_embedding"]}),
+        ({}, 1, None),
+        ({"kv_lora_rank": 512}, 1, {"custom_ops": ["-rotary_embedding"]}),
+        ({"conv_L_cache": 3}, 1, {"custom_ops": ["-rotary_embedding"]}),
+        ({}, 2, {"mode": 1, "custom_ops": ["all"]}),
+        ({"kv_lora_rank": 512}, 2, {"mode": 1, "custom_ops": ["all", "-rotary_embedding"]}),
     ],
 )
 def test_what_vllm_on_cpu_must_be_told(
-    tmp_path: Path, mla: bool, pp: int, compilation: dict[str, object] | None
+    tmp_path: Path, model: dict[str, int], pp: int, compilation: dict[str, object] | None
 ) -> None:
     """tests/loop/test_sync_families.py shows what for."""
-    (tmp_path / "config.json").write_text(json.dumps({"kv_lora_rank": 512} if mla else {}))
+    (tmp_path / "config.json").write_text(json.dumps(model))
     argv, _ = engine_process(str(tmp_path), RolloutConfig(max_prompt_tokens=128, pp=pp), ModelConfig(), "127.0.0.1", 1)
     assert option(argv, "--pipeline-parallel-size") == str(pp)
     assert ("--enforce-eager" in argv) == (pp == 1)
+    assert ("--no-enable-prefix-caching" in argv) == ("conv_L_cache" in model)
     assert ("--distributed-executor-backend" in argv) == (pp == 1)
-    assert ("--attention-backend" in argv) == mla
+    assert ("--attention-backend" in argv) == ("kv_lora_rank" in model)
     found = json.loads(option(argv, "--compilation-config")) if "--compilation-config" in argv else None
     assert found == compilation
 

@@ -1,11 +1,13 @@
-"""Gated delta net, the linear attention of Qwen3-Next and Qwen3.5, in plain torch (arXiv:2412.06464).
+"""Layers that see earlier tokens without attention, in plain torch: short convolutions (LFM2) and gated delta nets.
 
-A layer keeps a state S for each head, a map from keys to values. Each token decays the state, corrects what the state
-returns for the token's key k towards its value v, and reads it with its query q:
+A gated delta net, the linear attention of Qwen3-Next and Qwen3.5 (arXiv:2412.06464), keeps a state S for each head, a
+map from keys to values. Each token decays the state, corrects what the state returns for the token's key k towards its
+value v, and reads it with its query q:
 
 S ← e^g S;  S ← S + k β (v − kᵀ S);  o = qᵀ S.
 
-Megatron-Core's layer needs a CUDA package and takes no packed sequences. This one has its parameters' names and layout.
+Megatron-Core's delta net needs a CUDA package and takes no packed sequences. This one has its parameters' names and
+layout.
 
 Shape legend: s rows of the sequences, b sequences side by side, t = b · s tokens one sequence after the other, n
 sequences, N chunks of C tokens, h value heads of this rank, g key heads, d width of a key, d' of a value, c channels of
@@ -27,8 +29,14 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.utils import (
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
 
 from megarl.learn.models.norms import RMSNorm
+from megarl.weights.megatron_private import parts_in_checkpoint
 
 CHUNK = 64
 """Tokens that are computed together; between chunks only states pass."""
@@ -131,7 +139,7 @@ def _unit(x: torch.Tensor) -> torch.Tensor:
 
 
 def causal_convolution(x: torch.Tensor, weight: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    """Return silu of the sum over each token and the k - 1 before it in its sequence, channel by channel.
+    """Return the weighted sum over each token and the k - 1 before it in its sequence, channel by channel.
 
     Args:
         x: [t, c].
@@ -143,7 +151,7 @@ def causal_convolution(x: torch.Tensor, weight: torch.Tensor, position: torch.Te
     for back in range(1, min(taps, len(x))):
         before = F.pad(x[:-back], (0, 0, back, 0)).masked_fill((position < back)[:, None], 0.0)
         total = total + before * weight[:, 0, -1 - back]
-    return F.silu(total)
+    return total
 
 
 class SequencePlaces(NamedTuple):
@@ -206,10 +214,7 @@ class DeltaNet(MegatronModule):  # type: ignore[misc]
         """Return the layer's output for [s, b, hidden], or for packed sequences [t, 1, hidden]; the bias is None."""
         projected, _ = self.in_proj(hidden_states)
         rows, sequences = projected.shape[:2]
-        if packed_seq_params is None:
-            places = places_of([rows] * sequences, projected.device)
-        else:
-            places = _of_packed(packed_seq_params, projected.device)
+        places = _places(projected, packed_seq_params)
         out = self._mixed(projected.transpose(0, 1).flatten(0, 1), places)
         output, _ = self.out_proj(out.unflatten(0, (sequences, rows)).transpose(0, 1).contiguous())
         return output, None
@@ -218,7 +223,7 @@ class DeltaNet(MegatronModule):  # type: ignore[misc]
         """[t, in_proj_dim / tp] -> [t, h * d']."""
         keys, values, heads = (n // self.tp_size for n in (self.qk_dim, self.v_dim, self.num_value_heads))
         mixed, gate, beta, step = projected.split([2 * keys + values, values, heads, heads], dim=-1)
-        mixed = causal_convolution(mixed, self.conv1d.weight, places.position)
+        mixed = F.silu(causal_convolution(mixed, self.conv1d.weight, places.position))
         query, key, value = mixed.split([keys, keys, values], dim=-1)
         query, key = (x.unflatten(-1, (-1, self.key_head_dim)) for x in (query, key))
         value, gate = (x.unflatten(-1, (-1, self.value_head_dim)) for x in (value, gate))
@@ -232,6 +237,72 @@ class DeltaNet(MegatronModule):  # type: ignore[misc]
         """Return the entries of Megatron's checkpoints: parts of fused tensors have keys of their own."""
         state: dict[str, Any] = GatedDeltaNet.sharded_state_dict(self, *arguments, **named)
         return state
+
+
+class ShortConvolution(MegatronModule):  # type: ignore[misc]
+    """The layer, in the place of Megatron's ``self_attention``: each token is projected to b, c and x, and the output
+    is the projection of c · convolution(b · x). Tensor parallelism splits the channels. Source: transformers'
+    ``models/lfm2/modeling_lfm2.py``.
+    """
+
+    def __init__(self, config: Any, layer_number: int, pg_collection: Any = None, **unused: Any) -> None:
+        super().__init__(config=config)
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        if pg_collection is None:
+            pg_collection = ProcessGroupCollection.use_mpu_process_groups(required_pgs=["tp", "cp"])
+        self.layer_number, self.pg_collection = layer_number, pg_collection
+        common: dict[str, Any] = {"config": config, "bias": False, "is_expert": False, "tp_group": pg_collection.tp}
+        hidden, channels = config.hidden_size, config.hidden_size // pg_collection.tp.size()
+        self.in_proj = ColumnParallelLinear(
+            hidden, 3 * hidden, init_method=config.init_method, gather_output=False, **common
+        )
+        self.out_proj = RowParallelLinear(
+            hidden, hidden, init_method=config.output_layer_init_method, input_is_parallel=True, skip_bias_add=True,
+            **common,
+        )  # fmt: skip
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        taps = config.linear_conv_kernel_dim
+        self.conv1d = torch.nn.Conv1d(
+            channels, channels, taps, groups=channels, bias=False, dtype=config.params_dtype, device=device
+        )
+        set_tensor_model_parallel_attributes(self.conv1d.weight, True, 0, 1)
+
+    def forward(
+        self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **unused: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Return the layer's output for [s, b, hidden], or for packed sequences [t, 1, hidden]; the bias is None."""
+        projected, _ = self.in_proj(hidden_states)
+        rows, sequences = projected.shape[:2]
+        places = _places(projected, packed_seq_params)
+        before, after, x = projected.transpose(0, 1).flatten(0, 1).chunk(3, dim=-1)
+        out = after * causal_convolution(before * x, self.conv1d.weight, places.position)
+        output, _ = self.out_proj(out.unflatten(0, (sequences, rows)).transpose(0, 1).contiguous())
+        return output, None
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **unused: Any
+    ) -> dict[str, Any]:
+        """Return the entries of Megatron's checkpoints: the three parts of ``in_proj`` have keys of their own."""
+        metadata, group = ensure_metadata_has_dp_cp_group(metadata), self.pg_collection.tp
+        state: dict[str, Any] = {}
+        for name in ("in_proj", "out_proj"):
+            module = getattr(self, name)
+            state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=group)
+        weights, groups = self.conv1d.state_dict(keep_vars=True), metadata["dp_cp_group"]
+        state |= make_sharded_tensors_for_checkpoint(
+            weights, f"{prefix}conv1d.", {"weight": 0}, sharded_offsets, tp_group=group, dp_cp_group=groups
+        )
+        key, channels = f"{prefix}in_proj.weight", len(self.conv1d.weight)
+        return state | {key: parts_in_checkpoint(state[key], 3 * [channels], ["b", "c", "x"])}
+
+
+def _places(projected: torch.Tensor, packed_seq_params: Any) -> SequencePlaces:
+    """Return the places of the tokens of [s, b, ...]; with ``packed_seq_params`` b is 1."""
+    if packed_seq_params is not None:
+        return _of_packed(packed_seq_params, projected.device)
+    rows, sequences = projected.shape[:2]
+    return places_of([rows] * sequences, projected.device)
 
 
 def _of_packed(params: Any, device: torch.device) -> SequencePlaces:

@@ -108,22 +108,24 @@ def block_spec(
             # Whole on every rank, as with TransformerEngine. The local spec's sharded and gathered projection loses the
             # gradient of the other ranks' heads for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    return _balanced(_with_delta_nets(_added(block, config, residual, rules), config, vp_stage), model)
+    return _balanced(_with_recurrent_layers(_added(block, config, residual, rules), config, vp_stage), model)
 
 
-def _with_delta_nets(block: Any, config: Any, vp_stage: int | None) -> Any:
-    """Replace the attention of the layers that ``config.linear_attention_freq`` names by gated delta nets."""
+def _with_recurrent_layers(block: Any, config: Any, vp_stage: int | None) -> Any:
+    """Replace the attention of the layers that ``config.linear_attention_freq`` names by gated delta nets, or by short
+    convolutions if the config has no heads of delta nets."""
     if config.linear_attention_freq is None:
         return block
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megarl.learn.models.delta import DeltaNet
+    from megarl.learn.models.delta import DeltaNet, ShortConvolution
 
+    module = ShortConvolution if config.linear_num_value_heads is None else DeltaNet
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for number, layer in enumerate(block.layer_specs):
         if config.linear_attention_freq[first + number]:  # layers alike share one spec
-            submodules = replace(layer.submodules, self_attention=ModuleSpec(module=DeltaNet))
+            submodules = replace(layer.submodules, self_attention=ModuleSpec(module=module))
             block.layer_specs[number] = replace(layer, submodules=submodules)
     return block
 
@@ -142,7 +144,7 @@ def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:
 
 def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
     """Raise ConfigError if TransformerEngine's layers would compute another function than megarl's: other norms,
-    windows, sinks, YaRN's scale."""
+    windows, sinks, YaRN's scale, short convolutions."""
     if model.transformer_impl != "transformer_engine":
         return
     arch = architecture(hf_config)
@@ -162,13 +164,14 @@ def check_layers(model: ModelConfig, hf_config: Mapping[str, Any]) -> None:
     found = {
         f"a window of attention of {hf_config.get('sliding_window')} tokens": "window_size" in kwargs,
         "sinks in its attention": "softmax_type" in kwargs,
+        "short convolutions in place of attention in some layers": "linear_attention_freq" in kwargs,
         "queries that grow with their position": arch.layers.queries_grow,
         "YaRN": any(rope.attention_factor != 1.0 for rope in ropes(arch, hf_config) if rope is not None),
     }
     for part in (part for part, is_there in found.items() if is_there):
         raise ConfigError(
             f"model.transformer_impl=transformer_engine, but the {arch.name} model has {part}, which only megarl's own "
-            "attention computes; set model.transformer_impl to local"
+            "layers compute; set model.transformer_impl to local"
         )
 
 

@@ -123,10 +123,10 @@ def _check_training(parallel: ParallelConfig, sizes: ModelSizes, setting: str) -
             f"{setting}.cp={parallel.cp} does not divide the {heads} attention heads that {setting}.tp={parallel.tp} "
             f"leaves to a rank, and context-parallel ranks share them; set {setting}.cp to {divisors(heads)}"
         )
-    if sizes.delta_layers and parallel.cp > 1:
+    if sizes.recurrent_layers and parallel.cp > 1:
         raise ConfigError(
-            f"{setting}.cp={parallel.cp} with the gated delta nets of this model: a rank would need the state after "
-            f"the tokens of others; set {setting}.cp to 1"
+            f"{setting}.cp={parallel.cp} with the gated delta nets or short convolutions of this model: a rank would "
+            f"need the state after the tokens of others; set {setting}.cp to 1"
         )
     if sizes.experts and parallel.tp > 1 and not parallel.sequence_parallel:
         raise ConfigError(

@@ -244,12 +244,14 @@ def cpu_options(model_path: str, rollout: RolloutConfig) -> list[str]:
         # either mode.
         compilation |= {"mode": 1, "custom_ops": ["all"]}
     model = _settings(model_path)
-    if model.get("linear_num_key_heads") is not None:
+    latent, convolutions = (model.get(key) is not None for key in ("kv_lora_rank", "conv_L_cache"))
+    if convolutions or model.get("linear_num_key_heads") is not None:
         options += ["--no-enable-prefix-caching"]  # states of prefixes need chunked prefills, which are off
-    if model.get("kv_lora_rank") is not None:
-        # The CPU kernel rotates only the first head of latent attention's queries. On machines with AMX vLLM would
-        # choose another backend, whose projection cannot be loaded twice.
+    if latent or convolutions:
+        # The CPU kernel rotates only the first head of queries with an axis of heads, which these models' classes give.
         compilation.setdefault("custom_ops", []).append("-rotary_embedding")
+    if latent:
+        # On machines with AMX vLLM would choose another backend, whose projection cannot be loaded twice.
         options += ["--attention-backend", "CPU_MLA"]
     return [*options, "--compilation-config", json.dumps(compilation)] if compilation else options
 

@@ -49,7 +49,7 @@ class Norms(Part):
 
 def epsilon_of(config: Mapping[str, Any]) -> float | None:
     """Return the epsilon of a config.json; None if it has none."""
-    value = config.get("rms_norm_eps")
+    value = config.get("rms_norm_eps", config.get("norm_eps"))
     return None if value is None else float(value)
 
 

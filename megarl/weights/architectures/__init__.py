@@ -15,11 +15,12 @@ from megarl.weights.architectures.deepseek import (
     SOLAR_OPEN,
 )
 from megarl.weights.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
+from megarl.weights.architectures.exaone import EXAONE4, EXAONE_MOE
 from megarl.weights.architectures.gpt_oss import GPT_OSS
+from megarl.weights.architectures.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
+from megarl.weights.architectures.lfm2 import LFM2
 from megarl.weights.architectures.llama import (
-    EXAONE4,
     GEMMA3_TEXT,
-    GRANITE,
     HUNYUAN_V1_DENSE,
     LLAMA,
     MINISTRAL3,
@@ -68,6 +69,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "solar_open": SOLAR_OPEN,
     "qwen2_moe": QWEN2_MOE,
     "granite": GRANITE,
+    "granitemoe": GRANITEMOE,
+    "granitemoeshared": GRANITEMOESHARED,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,
@@ -75,6 +78,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "olmo3": OLMO3,
     "ministral3": MINISTRAL3,
     "exaone4": EXAONE4,
+    "exaone_moe": EXAONE_MOE,
     "olmoe": OLMOE,
     "minimax_m2": MINIMAX_M2,
     "hunyuan_v1_dense": HUNYUAN_V1_DENSE,
@@ -82,6 +86,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "glm4": GLM4,
     "ernie4_5_moe": ERNIE4_5_MOE,
     "gpt_oss": GPT_OSS,
+    "lfm2": LFM2,
     "qwen3_5_text": QWEN3_5,
     "qwen3_5_moe_text": QWEN3_5_MOE,
     "qwen3_next": QWEN3_NEXT,
@@ -90,6 +95,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_moe": QWEN3_5_MOE_VL,
 }
 """``model_type`` in config.json -> table."""
+_WITH_TOWER = {"gemma3": "gemma3_text", "mistral3": "mistral or ministral3"}
+"""``model_type`` of models with a vision tower that megarl does not support -> that of their language models."""
 
 
 def architecture(hf_config: HFConfig, head: Head = "lm") -> Architecture:
@@ -101,6 +108,11 @@ def architecture(hf_config: HFConfig, head: Head = "lm") -> Architecture:
     found = ARCHITECTURES.get(str(model_type))
     if found is None:
         supported = ", ".join(sorted(ARCHITECTURES))
+        if inner := _WITH_TOWER.get(str(model_type)):
+            raise ArchitectureError(
+                f"model_type={model_type!r} has no table: megarl does not support its vision tower; take out the "
+                f"language model ({inner}) with the code in docs/experiments.md#language-models"
+            )
         raise ArchitectureError(
             f"model_type={model_type!r} has no table; supported: {supported}. Use such a checkpoint, or add a table to "
             "megarl/weights/architectures/"

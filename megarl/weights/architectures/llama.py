@@ -51,23 +51,6 @@ PHI3 = replace(
 )
 
 
-# Granite 3, dense: Llama's layers with multipliers. Source: ``transformers/models/granite/modeling_granite.py``.
-GRANITE = Architecture(
-    name="granite",
-    models="Granite 3, dense",
-    params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
-    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
-    has_score_class=False,
-    multipliers=MultiplierKeys(
-        embedding="embedding_multiplier",
-        residual="residual_multiplier",
-        attention="attention_multiplier",
-        logits="logits_scaling",
-    ),
-    fixed={"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-)
-
-
 # SmolLM3: grouped queries; every fourth layer or a list of layers has no rope. Source:
 # ``transformers/models/smollm3/modeling_smollm3.py``; vLLM 0.32 runs it through transformers.
 SMOLLM3 = Architecture(
@@ -93,11 +76,11 @@ HUNYUAN_V1_DENSE = Architecture(
 )
 
 
-# Mistral, dense: Llama's layers; the first version has sliding-window attention. Source:
+# Mistral, dense, and the language model of Mistral Small 3: Llama's layers; the first version has windows. Source:
 # ``transformers/models/mistral/modeling_mistral.py``.
 MISTRAL = Architecture(
     name="mistral",
-    models="Mistral 7B",
+    models="Mistral 7B, Small 3 (text)",
     params=(*EMBEDDING, *ATTENTION, *MLP, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_MLP),
     fixed={"hidden_act": "silu"},
@@ -163,19 +146,6 @@ OLMOE = Architecture(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
     },
-)
-
-
-# EXAONE 4: OLMo 2's layers with Qwen3's norms of queries and keys; layers without a window have no rope. Source:
-# ``transformers/models/exaone4/modeling_exaone4.py``.
-EXAONE4 = Architecture(
-    name="exaone4",
-    models="EXAONE 4.0",
-    params=(*EMBEDDING, *UNNORMED_ATTENTION, *QK_NORM, *UNNORMED_MLP, *NORMS_AFTER, *OUTPUT),
-    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
-    norms=NormRules(before=False, after=True),
-    layers=LayerRules(windows=True, rope_in_windows=True),
-    fixed={"hidden_act": "silu"},
 )
 
 

@@ -62,7 +62,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         "kv_channels": sizes.head,
         "ffn_hidden_size": sizes.ffn,
         "normalization": "RMSNorm",
-        "layernorm_epsilon": positive(arch.name, "rms_norm_eps", needed(arch.name, hf_config, "rms_norm_eps")),
+        "layernorm_epsilon": _number(arch.name, hf_config, arch.layers.norm_epsilon),
         "gated_linear_unit": True,
         "activation": "silu",
         "add_bias_linear": False,
@@ -83,6 +83,12 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         values["attention_output_gate"] = True
     if sizes.delta_layers:
         values |= _delta_net(arch.name, sizes)
+    if sizes.convolution_layers:
+        values |= {
+            "linear_attention_freq": [int(layer in set(sizes.convolution_layers)) for layer in range(sizes.num_layers)],
+            "linear_conv_kernel_dim": sizes.taps,
+            "linear_num_value_heads": None,  # no delta nets
+        }
     if sizes.vision_depth:
         values |= _vision(arch, sizes, hf_config)
     if sizes.kv_lora:

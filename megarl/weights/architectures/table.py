@@ -60,8 +60,9 @@ class Stage(Enum):
     VISION = "the vision tower, which is beside the first layer too"
     DEEPSTACK = "the tower's mergers whose vectors the first layers add, one for each; beside the first layer too"
     LAYER = "every layer"
-    ATTENTION = "layers with attention among tokens, in families where others have linear attention"
+    ATTENTION = "layers with attention among tokens, in families where others have none"
     DELTA = "layers with linear attention, a gated delta net"
+    CONVOLUTION = "layers with a short gated convolution in place of attention"
     DENSE = "layers with one MLP"
     MOE = "layers with experts"
     MTP = "layers of multi-token prediction, behind the last one; they are layers with experts besides"
@@ -228,7 +229,14 @@ class ModelSizes:
     delta_value: int = 0
     """Width of a value."""
     taps: int = 0
-    """Tokens that a gated delta net's convolution looks at."""
+    """Tokens that the convolution of a gated delta net, or of a layer of its own, looks at."""
+    convolution_layers: tuple[int, ...] = ()
+    """Layers with a short gated convolution instead of attention."""
+
+    @property
+    def recurrent_layers(self) -> tuple[int, ...]:
+        """Layers that see earlier tokens of a sequence without attention."""
+        return (*self.delta_layers, *self.convolution_layers)
 
     @property
     def delta_keys(self) -> int:
@@ -338,6 +346,8 @@ class LayerRules:
     """Queries are scaled by a position-dependent factor (``llama_4_scaling_beta``)."""
     rope_in_windows: bool = False
     """With ``sliding_window`` set, layers without the window have no rope."""
+    norm_epsilon: str = "rms_norm_eps"
+    """Key with the norms' epsilon."""
     mrope_interleaved: bool = False
     """Time, row and column take turns among a head's frequencies; in other families each has a section of them."""
 
@@ -510,6 +520,10 @@ class Architecture:
                 self.name, hf_config, "layer_types", get("num_layers"), ("full_attention", "linear_attention")
             )
             more["delta_layers"] = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+        if Stage.CONVOLUTION in known:
+            kinds = by_layer(self.name, hf_config, "layer_types", get("num_layers"), ("full_attention", "conv"))
+            more["convolution_layers"] = tuple(layer for layer, kind in enumerate(kinds) if kind == "conv")
+            more["taps"] = get("taps")
         if "normed_head" in known:
             more["normed_head"] = head if flag(self.name, hf_config, "use_qk_norm") else 0
         if "biased_q" in known:
@@ -534,7 +548,7 @@ class Architecture:
             heads=heads,
             kv_heads=kv_heads,
             head=head,
-            ffn=get("ffn"),
+            ffn=_adjusted_ffn(self.name, hf_config, get("ffn")),
             vocab=get("vocab"),
             norms_before=2 * self.norms.before,
             norms_after=2 * self.norms.after,
@@ -552,11 +566,12 @@ class Architecture:
             yield Occurrence()
             return
         behind = range(sizes.num_layers, sizes.num_layers + sizes.mtp_layers)
-        moe, delta = set(sizes.moe_layers), set(sizes.delta_layers)
+        moe, recurrent = set(sizes.moe_layers), set(sizes.recurrent_layers)
         layers = {
             Stage.LAYER: [*range(sizes.num_layers), *behind],
-            Stage.ATTENTION: [*(layer for layer in range(sizes.num_layers) if layer not in delta), *behind],
+            Stage.ATTENTION: [*(layer for layer in range(sizes.num_layers) if layer not in recurrent), *behind],
             Stage.DELTA: [*sizes.delta_layers],
+            Stage.CONVOLUTION: [*sizes.convolution_layers],
             Stage.DENSE: [layer for layer in range(sizes.num_layers) if layer not in moe],
             Stage.MOE: [*sizes.moe_layers, *behind],
             Stage.MTP: list(behind),
@@ -723,7 +738,7 @@ COMMON_KEYS = {
 """Field of :class:`ModelSizes` -> keys of config.json; the first key present is used."""
 DELTA_SIZES = "delta_key_heads", "delta_heads", "delta_key", "delta_value", "taps"
 """Fields of :class:`ModelSizes` for a gated delta net."""
-SHARED_EXPERTS = "n_shared_experts", "moe_num_shared_experts"
+SHARED_EXPERTS = "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
 """Keys with the number of shared experts."""
 
 
@@ -769,6 +784,18 @@ def _deepstack(name: str, hf_config: HFConfig, num_layers: int) -> int:
             f"ascending list of 1 to {num_layers} of the tower's {depth} blocks, one for each layer that adds vectors"
         )
     return len(blocks)
+
+
+def _adjusted_ffn(name: str, hf_config: HFConfig, width: int) -> int:
+    """Width of the MLPs: two thirds of ``width``, scaled and rounded up, with ``block_auto_adjust_ff_dim`` (LFM2)."""
+    if not hf_config.get("block_auto_adjust_ff_dim"):
+        return width
+    multiple = integer(name, "block_multiple_of", needed(name, hf_config, "block_multiple_of"))
+    factor = hf_config.get("block_ffn_dim_multiplier")
+    width = int(2 * width / 3)
+    if factor is None:
+        return width
+    return -(-int(positive(name, "block_ffn_dim_multiplier", factor) * width) // multiple) * multiple
 
 
 def _moe_layers(name: str, hf_config: HFConfig, num_layers: int) -> tuple[int, ...]:

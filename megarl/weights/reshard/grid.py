@@ -132,7 +132,7 @@ def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) ->
         rules.append(("intermediate_size", sizes.ffn))
     if sizes.shared_ffn:
         rules.append(("the width of the shared experts", sizes.shared_ffn))
-    rules += delta_rules(sizes)
+    rules += recurrent_rules(sizes)
     groups = 0 if sizes.kv_lora else sizes.kv_heads
     fits = [n for n in range(1, sizes.heads + 1) if all(v % n == 0 for _, v in rules) and shares_heads(groups, n)]
     fix = f"set {setting}.tp to one of {fits}"
@@ -145,10 +145,12 @@ def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) ->
         )
 
 
-def delta_rules(sizes: ModelSizes) -> list[tuple[str, int]]:
-    """Return (key, number) of a gated delta net's heads, which tensor-parallel ranks share; none for other models."""
+def recurrent_rules(sizes: ModelSizes) -> list[tuple[str, int]]:
+    """Return (key, number) of a gated delta net's heads, or of a short convolution's channels, which tensor-parallel
+    ranks share; none for other models."""
     heads = [("linear_num_key_heads", sizes.delta_key_heads), ("linear_num_value_heads", sizes.delta_heads)]
-    return heads if sizes.delta_layers else []
+    channels = [("hidden_size", sizes.hidden)] if sizes.convolution_layers else []
+    return heads if sizes.delta_layers else channels
 
 
 def shares_heads(kv_heads: int, ways: int) -> bool:

@@ -24,7 +24,7 @@ from megarl.weights.architectures.table import (
     parts_of,
 )
 from megarl.weights.megatron_private import mtp_inner
-from megarl.weights.reshard.grid import MegatronGrid, check_grid, delta_rules, shares_heads
+from megarl.weights.reshard.grid import MegatronGrid, check_grid, recurrent_rules, shares_heads
 from megarl.weights.reshard.layout import (
     AxisSpan,
     Layout,
@@ -188,7 +188,7 @@ def dist_layout(
 
 
 def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: TransformerImpl, mtp: bool) -> Iterator[_Spot]:
-    alike = len(sizes.moe_layers) in (0, sizes.num_layers) and not sizes.delta_layers
+    alike = len(sizes.moe_layers) in (0, sizes.num_layers) and not sizes.recurrent_layers
     owners = Owners(((0,),))
     for param, occurrence in _in_order(arch, sizes, mtp):
         if param.op is Op.TIED and sizes.tied:
@@ -404,7 +404,7 @@ def _check_vllm(
         rules.append(("the width of the shared experts", sizes.shared_ffn))
     if sizes.experts and not expert_parallel:
         rules.append(("the width of the experts", sizes.expert_ffn))
-    rules += delta_rules(sizes)
+    rules += recurrent_rules(sizes)
     kv_heads = 0 if sizes.kv_lora else sizes.kv_heads
     most = kv_heads if arch.norms.whole_width else sizes.heads
     fits = [n for n in range(1, most + 1) if all(v % n == 0 for _, v in rules) and shares_heads(kv_heads, n)]

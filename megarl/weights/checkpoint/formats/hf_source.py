@@ -114,8 +114,8 @@ JOINED = tuple(joined.name for arch in ARCHITECTURES.values() for joined in arch
 """Suffixes of tensors that contain several logical tensors."""
 _PACKED = ("_proj_blocks", "_proj_scales")
 """Suffixes of weights in MXFP4."""
-_MTP_BLOCK = "model.mtp_"
-"""Prefix of ERNIE's prediction layers, which transformers does not load."""
+_MTP_BLOCKS = ("model.mtp_", "mtp.")
+"""Prefixes of prediction layers that transformers does not load: of ERNIE, and of Qwen3-Next, Qwen3.5 and K-EXAONE."""
 _MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
 """Tensors in a prediction layer that repeat the model's embedding and output weights."""
 _COMPARED = 1 << 22
@@ -283,7 +283,7 @@ def check_hf(
 
 def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool:
     """True if a tensor outside the layout is allowed."""
-    if name.endswith(_DERIVED) or name.startswith(_MTP_BLOCK) or (name == LM_HEAD and EMBEDDING in layout.tensors):
+    if name.endswith(_DERIVED) or name.startswith(_MTP_BLOCKS) or (name == LM_HEAD and EMBEDDING in layout.tensors):
         return True
     layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
     if layer is None:

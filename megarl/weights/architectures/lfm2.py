@@ -1,0 +1,74 @@
+"""LFM2, dense: short gated convolutions in most layers, attention in the others.
+
+Source: ``transformers/models/lfm2/modeling_lfm2.py``; vLLM 0.32 ``model_executor/models/lfm2.py``, which
+ties the output weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.weights.architectures.blocks import (
+    EMBEDDING,
+    OUTPUT,
+    UNNORMED_ATTENTION,
+    VLLM_ATTENTION,
+    gated,
+    gated_rows,
+    same,
+    vllm_gated,
+)
+from megarl.weights.architectures.table import (
+    Architecture,
+    Fused,
+    JoinedTensor,
+    LayerRules,
+    Logical,
+    Op,
+    Param,
+    Shard,
+    Stage,
+)
+
+_IN = tuple(Logical(f"conv.in_proj_{part}.weight", "hidden hidden", Shard.COLUMN) for part in ("b", "c", "x"))
+_CONVOLUTION = Logical("conv.conv.weight", "hidden labels taps", Shard.COLUMN)
+_OUT = Logical("conv.out_proj.weight", "hidden hidden", Shard.ROW)
+_MLP = gated("feed_forward", "ffn", names=("w1", "w3", "w2"))
+
+LFM2 = Architecture(
+    name="lfm2",
+    models="LFM2, dense",
+    params=(
+        *EMBEDDING,
+        same("input_layernorm.weight", Logical("operator_norm.weight", "hidden"), Stage.LAYER),
+        replace(UNNORMED_ATTENTION[0], stage=Stage.ATTENTION),
+        same(
+            "self_attention.linear_proj.weight",
+            Logical("self_attn.out_proj.weight", "hidden q", Shard.ROW),
+            Stage.ATTENTION,
+        ),
+        *(
+            same(f"self_attention.{norm}.weight", Logical(f"self_attn.{norm}.weight", "head"), Stage.ATTENTION)
+            for norm in ("q_layernorm", "k_layernorm")
+        ),
+        Param("self_attention.in_proj.weight", Op.SECTIONS, _IN, Stage.CONVOLUTION, keys=("b", "c", "x")),
+        same("self_attention.conv1d.weight", _CONVOLUTION, Stage.CONVOLUTION),
+        same("self_attention.out_proj.weight", _OUT, Stage.CONVOLUTION),
+        same("pre_mlp_layernorm.weight", Logical("ffn_norm.weight", "hidden"), Stage.LAYER),
+        *gated_rows(_MLP, Stage.LAYER, "mlp"),
+        same("decoder.final_layernorm.weight", Logical("model.embedding_norm.weight", "hidden"), Stage.LAST),
+        OUTPUT[-1],
+    ),
+    vllm=(
+        *VLLM_ATTENTION,
+        Fused("short_conv.in_proj.weight", Op.SECTIONS, _IN),
+        Fused("short_conv.conv.weight", Op.SAME, (_CONVOLUTION,)),
+        Fused("short_conv.out_proj.weight", Op.SAME, (_OUT,)),
+        *vllm_gated(_MLP, "feed_forward.w13.weight"),
+    ),
+    joined=(JoinedTensor("conv.in_proj.weight", tuple(part.name for part in _IN)),),
+    layers=LayerRules(norm_epsilon="norm_eps"),
+    has_score_class=False,
+    fixed={"conv_bias": False, "tie_word_embeddings": True},
+    keys={"taps": ("conv_L_cache",)},
+)
