@@ -2,7 +2,7 @@
 
 A fork of such a process can patch functions before it becomes the supervisor of a job. Trainer ranks, explorer and
 engines are forked from the supervisor, reward workers and the second verifier from these: all have the patches.
-``python -m megarl.exam.processes FAULT OVERRIDES`` is such a job.
+``python -m megarl.exam.processes FAULT[+FAULT…] OVERRIDES`` is such a job.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",
 }
 """Variables of engines that vLLM may read while it is imported."""
-NO_FAULT = "-"
+NO_FAULT, AND = "-", "+"
 
 
 def _forked_alone(fork: Any, server: ForkServer, *args: Any, **kwargs: Any) -> int:
@@ -50,18 +50,18 @@ def _forked_alone(fork: Any, server: ForkServer, *args: Any, **kwargs: Any) -> i
 
 
 def main(argv: list[str]) -> None:
-    """Install a fault, then become ``megarl train``."""
+    """Install faults, then become ``megarl train``."""
     from megarl.exam.areas import find
     from megarl.exam.fault import wrap
 
     name, *overrides = argv
     wrap(ForkServer.fork, _forked_alone)
     if name != NO_FAULT:
-        fault = find(name)
         for module in MODULES:
             importlib.import_module(module)
-        if fault.install is not None:
-            fault.install()
+        for fault in map(find, name.split(AND)):
+            if fault.install is not None:
+                fault.install()
     sys.argv = ["megarl", "train", *overrides]
     runpy.run_module("megarl", run_name="__main__", alter_sys=True)
 

@@ -19,7 +19,7 @@ from megarl.core.metrics import records
 from megarl.core.processes.fork import Forked, ForkServer
 from megarl.exam.alarms import named
 from megarl.exam.fault import Fault
-from megarl.exam.processes import ENVIRONMENT, MODULES, NO_FAULT
+from megarl.exam.processes import AND, ENVIRONMENT, MODULES, NO_FAULT
 from megarl.exam.small_jobs import JOBS, MODELS, SmallJob, make_files, settings_of
 
 LIMIT_S = 600.0
@@ -70,8 +70,9 @@ class Exam:
         name: Of its outcome.
         job: Key of ``jobs.JOBS``.
         fault: None in a healthy job.
-        settings: Besides those of the job and of the fault.
+        settings: Besides those of the job and of the faults.
         times: Factor of the job's number of steps.
+        beside: Further faults in the same job, with alarms of their own.
     """
 
     name: str
@@ -79,11 +80,21 @@ class Exam:
     fault: Fault | None = None
     settings: tuple[str, ...] = ()
     times: float = 1.0
+    beside: tuple[Fault, ...] = ()
+
+    @property
+    def faults(self) -> tuple[Fault, ...]:
+        """All faults of the job."""
+        return self.beside if self.fault is None else (self.fault, *self.beside)
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """Settings besides those of the job."""
+        return (*(setting for fault in self.faults for setting in fault.settings), *self.settings)
 
     def needs(self, model: str) -> bool:
         """Return True if the job begins with a model of ``small_jobs.MODELS``."""
-        own = (*JOBS[self.job].settings, *(self.fault.settings if self.fault else ()), *self.settings)
-        return f"model.path={{folder}}/{model}" in own
+        return f"model.path={{folder}}/{model}" in (*JOBS[self.job].settings, *self.own)
 
 
 class Runner:
@@ -150,17 +161,18 @@ class Runner:
         shutil.rmtree(run_dir)
 
     def _run(self, exam: Exam) -> ExamResult:
-        run_dir, job, fault, status = self.folder / "runs" / exam.name, JOBS[exam.job], exam.fault, None
+        run_dir, job, status = self.folder / "runs" / exam.name, JOBS[exam.job], None
         shutil.rmtree(run_dir, ignore_errors=True)
         run_dir.mkdir(parents=True)
         log = run_dir.with_suffix(".log")
         log.write_text("")
-        more = (*(fault.settings if fault else ()), *exam.settings)
+        names = AND.join(fault.name for fault in exam.faults) or NO_FAULT
         for stop in job.stops:
-            if fault is not None and fault.prepare is not None:
-                fault.prepare(run_dir)
-            settings = settings_of(job, self.folder / "files", run_dir, more, int(exam.times * stop))
-            status = self._start([fault.name if fault else NO_FAULT, *settings], log)
+            for fault in exam.faults:
+                if fault.prepare is not None:
+                    fault.prepare(run_dir)
+            settings = settings_of(job, self.folder / "files", run_dir, exam.own, int(exam.times * stop))
+            status = self._start([names, *settings], log)
             if status != 0:
                 break
         lines = log.read_text(errors="replace").splitlines()

@@ -17,26 +17,38 @@ from tests.system import commands
 ROOT = Path(__file__).parents[2]
 
 TENTH = (
-    "groups-of-one", "question-not-rendered", "logp-renormalised", "window-one-short", "last-batch-dropped",
-    "mean-of-each-response", "kl-sign", "kl-twice", "ratio-at-another-temperature", "advantage-over-batch",
-    "returns-are-values", "clipping-by-own-norm", "gradients-not-reduced", "packed-sequences-see-each-other",
-    "verdicts-shifted", "form-part-zero", "verdictless-trained", "end-token-cut", "log-probs-of-the-same-position",
-    "masters-of-initialisation",
-)  # fmt: skip
-"""Faults that show in the first step, of jobs that begin with one model."""
+    ("kl-sign", "verdicts-shifted"),
+    ("kl-twice", "end-token-cut"),
+    ("returns-are-values", "logp-renormalised"),
+    ("clipping-by-own-norm", "form-part-zero"),
+    ("gradients-not-reduced", "question-not-rendered"),
+    ("mean-of-each-response", "verdictless-trained"),
+    ("advantage-over-batch", "ratio-at-another-temperature"),
+    ("last-batch-dropped", "groups-of-one"),
+    ("window-one-short",),
+    ("packed-sequences-see-each-other",),
+    ("log-probs-of-the-same-position",),
+    ("masters-of-initialisation",),
+)
+"""Faults that show in the first step, of jobs that begin with one model. A job has faults of which none
+brings about the alarm of the other, or one that ends it; it is the job of the first one's row."""
 HEALTHY = ("dp2", "late")
 
 
 @pytest.mark.timeout(1500)
 def test_a_tenth_of_the_faults_is_named_and_healthy_jobs_are_silent(tmp_path: Path) -> None:
     runner = Runner(tmp_path, commands.server())
-    exams = [Exam(name, find(name).job, find(name), times=0.25) for name in TENTH]
+    exams = [
+        Exam(name, find(name).job, find(name), times=0.25, beside=tuple(find(other) for other in others))
+        for name, *others in TENTH
+    ]
     healthy = [Exam(f"healthy-{job}", job, times=0.5) for job in HEALTHY]
     runner.run_all([*exams, *healthy], at_once=2)
     for exam in exams:
         result = runner.outcome(exam.name)
-        assert result is not None and exam.fault is not None
-        assert result.found and result.names(exam.fault), (exam.name, exam.fault.alarm, result)
+        assert result is not None
+        for fault in exam.faults:
+            assert result.found and result.names(fault), (fault.name, fault.alarm, result)
     for exam in healthy:
         result = runner.outcome(exam.name)
         assert result is not None and result.status == 0 and not result.found, result

@@ -352,7 +352,7 @@ ALIKE = (
     *("lfm2", "qwen3_5_vl", "qwen3_5_moe_vl"),
     *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "exaone_moe", "ministral3", "gpt_oss"),
 )
-"""Families whose rows are those of others: every run has them on two grids, ``make soak`` on all."""
+"""Families whose rows are those of others: every run has them on one grid, ``make soak`` on all."""
 
 WITH_CLASS = tuple(name for name, (model_type, _) in FAMILIES.items() if not ARCHITECTURES[model_type].config_class)
 """Families that transformers knows by their name."""

@@ -13,6 +13,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import lcm, prod
 from typing import Any, NamedTuple, Self
 
@@ -272,8 +273,14 @@ def _buckets(parameters: Sequence[tuple[str, int]], tied: bool, ranks: int, full
 
 def _registered(name: str) -> list[tuple[int, int]]:
     """Return a sort key for the order of ``named_parameters()``."""
-    parts = (re.fullmatch(r"(.*?)(\d*)", part) for part in name.split("."))
-    return [(_PLACE.get(part[1], len(_PLACE)), int(part[2] or 0)) for part in parts if part is not None]
+    return [_registered_part(part) for part in name.split(".")]
+
+
+@cache
+def _registered_part(part: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(.*?)(\d*)", part)
+    assert found is not None, "the pattern fits any text"
+    return _PLACE.get(found[1], len(_PLACE)), int(found[2] or 0)
 
 
 def _in_tree_order(names: Iterable[str]) -> list[str]:

@@ -5,7 +5,7 @@ Activations, logits, communication buffers and CUDA's own memory are not include
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import zip_longest
@@ -110,32 +110,45 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
         hf_config, rollout.tp, rollout.replicas, pp=rollout.pp, expert_parallel=rollout.expert_parallel
     )
     one_copy = architecture(hf_config).sizes(hf_config).tied and config.parallel.backend == "nccl"
+    of_kind: dict[object, dict[str, int]] = {}  # replicas have the same content
     workers = []
     for worker in range(layout.num_ranks):
-        sizes = {
-            row.local: _weight_bytes(
-                row, share, layout.dtype_of(row.parts[0]) or config.model.dtype, rollout.weight_dtype == "fp8"
-            )
-            for row, share in layout.rows_of(worker)
-        }
-        if one_copy and EMBEDDING in sizes:
-            sizes.pop(LM_HEAD, None)
-        weights = sum(sizes.values())
-        cache = rollout.cache_bytes
-        if cache is None:
-            assert rollout.gpu_memory_utilization is not None, "one of the two decides"
-            share = int(rollout.gpu_memory_utilization * (config.cluster.device_bytes or 0))
-            cache = max(0, share - weights)
-        found = {"engine.weights": weights, "engine.kv_cache": cache}
-        if rollout.weight_dtype == "fp8" and rollout.tp > 1:
-            # Workers agree on the scales of these tensors after all have arrived.
-            found["engine.sync"] = sum(
-                prod(row.local_shape(share)) * ITEM_BYTES[config.model.dtype]
-                for row, share in layout.rows_of(worker)
-                if row.local.split(".")[-2] in INPUTS_CUT and _in_eight_bits(row)
-            )
-        workers.append(found)
+        kind = layout.kind(worker)
+        if kind not in of_kind:
+            of_kind[kind] = _worker_bytes(config, layout.rows_of(worker), layout.dtype_of, one_copy=one_copy)
+        workers.append(dict(of_kind[kind]))
     return workers
+
+
+def _worker_bytes(
+    config: Config, rows: Sequence[tuple[LayoutRow, int]], dtype_of: Callable[[str], str | None], *, one_copy: bool
+) -> dict[str, int]:
+    """Return a worker's bytes by resident.
+
+    Args:
+        rows: Its local tensors and shares of them.
+        one_copy: The output weight is the embedding.
+    """
+    rollout, dtype = config.rollout, config.model.dtype
+    eight_bits = rollout.weight_dtype == "fp8"
+    sizes = {row.local: _weight_bytes(row, share, dtype_of(row.parts[0]) or dtype, eight_bits) for row, share in rows}
+    if one_copy and EMBEDDING in sizes:
+        sizes.pop(LM_HEAD, None)
+    weights = sum(sizes.values())
+    cache = rollout.cache_bytes
+    if cache is None:
+        assert rollout.gpu_memory_utilization is not None, "one of the two decides"
+        part = int(rollout.gpu_memory_utilization * (config.cluster.device_bytes or 0))
+        cache = max(0, part - weights)
+    found = {"engine.weights": weights, "engine.kv_cache": cache}
+    if eight_bits and rollout.tp > 1:
+        # Workers agree on the scales of these tensors after all have arrived.
+        found["engine.sync"] = sum(
+            prod(row.local_shape(share)) * ITEM_BYTES[dtype]
+            for row, share in rows
+            if row.local.split(".")[-2] in INPUTS_CUT and _in_eight_bits(row)
+        )
+    return found
 
 
 def _weight_bytes(row: LayoutRow, share: int, dtype: str, eight_bits: bool) -> int:
