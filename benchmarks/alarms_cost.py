@@ -1,4 +1,4 @@
-"""CPU-seconds of alarms and of the witness, as a share of a step's: ``python benchmarks/alarms_cost.py [--large]``.
+"""CPU-seconds of alarms as a share of a step's: ``python benchmarks/alarms_cost.py [--large] [--write]``.
 
 The functions of alarms are wrapped in the process from which the job's processes are forked, and counted on rank 0 in
 thread CPU time. The process that gives second verdicts is an alarm too. A step's CPU time is that of all processes of
@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
+import page
 import psutil
 
 from megarl.core.processes.fork import Forked, ForkServer
@@ -127,7 +128,9 @@ def job(overrides: list[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--large", action="store_true")
-    large = parser.parse_args().large
+    parser.add_argument("--write", action="store_true", help="write into docs/benchmarks/alarms_cost.md")
+    args = parser.parse_args()
+    large = args.large
     with tempfile.TemporaryDirectory() as folder:
         overrides = ["experiment=quickstart", f"trainer.steps={3 if large else STEPS}", "parallel=tp1"]
         overrides += [f"run.dir={folder}/run", f"trainer.warm_start.steps={5 if large else 100}"]
@@ -143,12 +146,17 @@ def main() -> None:
     alarms, rank, second, whole = (
         statistics.mean(line[f"perf/{name}_cpu_s"] for line in steps) for name in ("alarms", "step", "second", "job")
     )
-    name, share = "30M" if large else "quickstart", alarms / whole
-    names = sorted({key for line in steps for key in line if key.startswith("perf/cpu_s_of/")})
-    for key in names:
-        print(f"  {key.rpartition('/')[2]}: {1e3 * statistics.mean(line.get(key, 0.0) for line in steps):.2f} ms")
-    print(f"  process of second verdicts: {1e3 * second:.2f} ms")
-    print(f"{name}: {1e3 * alarms:.1f} ms of {1e3 * whole:.0f} CPU-ms a step ({1e3 * rank:.0f} of rank 0): {share:.2%}")
+    text, kinds = page.Text(), sorted({key for line in steps for key in line if key.startswith("perf/cpu_s_of/")})
+    text.say(f"| {'30M parameters' if large else 'quickstart'} | CPU-ms a step |")
+    text.say("|---|--:|")
+    for key in kinds:
+        text.say(f"| `{key.rpartition('/')[2]}` | {1e3 * statistics.mean(line.get(key, 0.0) for line in steps):.2f} |")
+    text.say(f"| process of second verdicts | {1e3 * second:.2f} |")
+    text.say(f"| **alarms** | {1e3 * alarms:.1f} = **{alarms / whole:.2%}** |")
+    text.say(f"| rank 0 | {1e3 * rank:.0f} |")
+    text.say(f"| all processes of the job | {1e3 * whole:.0f} |")
+    if args.write:
+        page.write("benchmarks/alarms_cost.md", str(text), f"benchmarks/alarms_cost.py{' large' if large else ''}")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ EVERY, LIMIT_S, LOOK_S = 3, 300.0, 0.01
 """Steps for each kill; longest wait for a step; seconds between two looks."""
 JOB = (
     "experiment=quickstart", "parallel=dp2", "trainer.checkpoint_interval=1", "trainer.warm_start.steps=50",
-    "trainer.eval_interval=0", "taskset.eval_size=20", "taskset.train_size=2000", "cluster.restarts=100000",
+    "trainer.eval_interval=0", "taskset.eval_size=20", "taskset.train_size=2000", "cluster.restarts=1000",
 )  # fmt: skip
 STAGES = ("noticed", "new ranks", "resumed", "next step")
 """What is seen after a kill, in order."""

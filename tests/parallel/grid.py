@@ -98,7 +98,7 @@ def _rank_main(
 
 
 def run_grid(
-    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 180.0, gpus: bool = False
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 280.0, gpus: bool = False
 ) -> list[Any]:
     """``[function(rank, *args) for rank in range(world)]``, each in its own process; the first traceback is raised.
 

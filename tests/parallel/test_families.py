@@ -82,7 +82,8 @@ def cases(chosen: list[tuple[str, str]]) -> Any:
 TRAINED = ("tp2-sp", "tp4-sp", "pp2", "ep2", "tp2ep2", "tp2-etp1", "tp2dp2ep2-etp2", "tp2pp2ep2")
 """Grids on which gradients are compared too: one for each way that a gradient crosses ranks."""
 GRADIENT_TOLERANCE = 1e-5
-"""Of a tensor's largest entry; or twice what float32 costs transformers itself, where that is more."""
+"""Of a tensor's largest entry; or four times what float32 costs transformers itself, where that is more:
+its delta nets compute in float32 whatever the model's type is."""
 
 
 def build_and_load(path: Path, parallel: ParallelConfig, rank: int, dtype: str = "float32") -> tuple[Any, Any, Any]:
@@ -248,7 +249,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-BATCH = 48
+BATCH = 32
 """Most cases that one set of processes computes: half a minute on two idle cores."""
 
 
@@ -304,7 +305,7 @@ def test_gradients_equal_transformers(folder: Path, differences: Differences, fa
     expected = load_file(folder / f"{family}-gradients" / "model.safetensors")
     found = load_file(folder / f"{family}-gradients-{grid}" / "model.safetensors")
     assert found.keys() == expected.keys()
-    tolerance = max(GRADIENT_TOLERANCE, 2 * torch.load(folder / family / "logits.pt")["own"])
+    tolerance = max(GRADIENT_TOLERANCE, 4 * torch.load(folder / family / "logits.pt")["own"])
     for name, want in expected.items():
         error = relative(found[name], want)
         assert error < tolerance, f"{name}: gradient off by {error:.1e} of its largest entry, not {tolerance:.1e}"

@@ -46,7 +46,6 @@ def test_every_script_writes_its_part_by_the_one_function() -> None:
         "page.py",
         "jobs.py",
         "learning.py",
-        "alarms_cost.py",
         "exam_trl.py",  # `megarl exam --peer` writes it
     }
     assert {name for name in scripts if "page.write(" not in (ROOT / "benchmarks" / name).read_text()} == set()
