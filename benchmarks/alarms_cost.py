@@ -135,6 +135,7 @@ def main() -> None:
         overrides = ["experiment=quickstart", f"trainer.steps={3 if large else STEPS}", "parallel=tp1"]
         overrides += [f"run.dir={folder}/run", f"trainer.warm_start.steps={5 if large else 100}"]
         overrides += LARGE if large else []
+        sys.argv[0] = __file__  # of the line of ``page.measured``
         os.chdir(Path(__file__).parent)  # the fork imports this file by its name
         environment = {**os.environ, **ENVIRONMENT, ROOT: str(os.getpid())}
         server = ForkServer.start(MODULES, environment)
