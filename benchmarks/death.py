@@ -2,7 +2,7 @@
 
 Trains quickstart's model on two data-parallel ranks with a separate engine, a checkpoint at each step. Ranks are killed
 by SIGKILL at random moments, at least two steps after the last one. Engines and explorers must keep their processes,
-and the weights at the end must be those of a job that lost nothing, to the bit.
+and the final weights must equal, bit for bit, those of a job without kills.
 """
 
 from __future__ import annotations
@@ -156,11 +156,11 @@ def main() -> None:
         weights = [(Path(folder) / name / "hf" / "model.safetensors").read_bytes() for name in ("killed", "whole")]
     for line in table(killed.rows):
         text.say(line)
-    same = "are" if weights[0] == weights[1] else "**are not**"
+    same = "equal" if weights[0] == weights[1] else "**differ from**"
     text.say("")
     text.say(
         f"Median seconds after the kill. A step takes {statistics.median(killed.step_s):.1f} s. No engine and no "
-        f"explorer was started again. The last weights {same} those of a job that lost nothing, to the bit."
+        f"explorer was started again. The final weights {same} those of a job without kills, bit for bit."
     )
     if args.write:
         page.write("benchmarks/death.md", str(text))

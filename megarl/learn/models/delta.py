@@ -16,7 +16,7 @@ the convolution, k its taps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -212,12 +212,7 @@ class DeltaNet(MegatronModule):  # type: ignore[misc]
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **unused: Any
     ) -> tuple[torch.Tensor, None]:
         """Return the layer's output for [s, b, hidden], or for packed sequences [t, 1, hidden]; the bias is None."""
-        projected, _ = self.in_proj(hidden_states)
-        rows, sequences = projected.shape[:2]
-        places = _places(projected, packed_seq_params)
-        out = self._mixed(projected.transpose(0, 1).flatten(0, 1), places)
-        output, _ = self.out_proj(out.unflatten(0, (sequences, rows)).transpose(0, 1).contiguous())
-        return output, None
+        return _projected(self, self._mixed, hidden_states, packed_seq_params), None
 
     def _mixed(self, projected: torch.Tensor, places: SequencePlaces) -> torch.Tensor:
         """[t, in_proj_dim / tp] -> [t, h * d']."""
@@ -272,13 +267,12 @@ class ShortConvolution(MegatronModule):  # type: ignore[misc]
         self, hidden_states: torch.Tensor, attention_mask: Any = None, *, packed_seq_params: Any = None, **unused: Any
     ) -> tuple[torch.Tensor, None]:
         """Return the layer's output for [s, b, hidden], or for packed sequences [t, 1, hidden]; the bias is None."""
-        projected, _ = self.in_proj(hidden_states)
-        rows, sequences = projected.shape[:2]
-        places = _places(projected, packed_seq_params)
-        before, after, x = projected.transpose(0, 1).flatten(0, 1).chunk(3, dim=-1)
-        out = after * causal_convolution(before * x, self.conv1d.weight, places.position)
-        output, _ = self.out_proj(out.unflatten(0, (sequences, rows)).transpose(0, 1).contiguous())
-        return output, None
+        return _projected(self, self._mixed, hidden_states, packed_seq_params), None
+
+    def _mixed(self, projected: torch.Tensor, places: SequencePlaces) -> torch.Tensor:
+        """[t, 3 * hidden / tp] -> [t, hidden / tp]."""
+        before, after, x = projected.chunk(3, dim=-1)
+        return after * causal_convolution(before * x, self.conv1d.weight, places.position)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None, **unused: Any
@@ -297,12 +291,26 @@ class ShortConvolution(MegatronModule):  # type: ignore[misc]
         return state | {key: parts_in_checkpoint(state[key], 3 * [channels], ["b", "c", "x"])}
 
 
-def _places(projected: torch.Tensor, packed_seq_params: Any) -> SequencePlaces:
-    """Return the places of the tokens of [s, b, ...]; with ``packed_seq_params`` b is 1."""
-    if packed_seq_params is not None:
-        return _of_packed(packed_seq_params, projected.device)
+def _projected(
+    layer: Any,
+    mixed: Callable[[torch.Tensor, SequencePlaces], torch.Tensor],
+    hidden_states: torch.Tensor,
+    packed_seq_params: Any,
+) -> torch.Tensor:
+    """Return ``out_proj`` of ``mixed`` of ``in_proj`` of [s, b, hidden]; with ``packed_seq_params`` b is 1.
+
+    Args:
+        mixed: Function of the projected tokens, one sequence after the other, and of their places.
+    """
+    projected, _ = layer.in_proj(hidden_states)
     rows, sequences = projected.shape[:2]
-    return places_of([rows] * sequences, projected.device)
+    if packed_seq_params is None:
+        places = places_of([rows] * sequences, projected.device)
+    else:
+        places = _of_packed(packed_seq_params, projected.device)
+    out = mixed(projected.transpose(0, 1).flatten(0, 1), places)
+    output, _ = layer.out_proj(out.unflatten(0, (sequences, rows)).transpose(0, 1).contiguous())
+    return output  # type: ignore[no-any-return]
 
 
 def _of_packed(params: Any, device: torch.device) -> SequencePlaces:

@@ -5,7 +5,7 @@ Activations, logits, communication buffers and CUDA's own memory are not include
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from itertools import zip_longest
@@ -29,7 +29,7 @@ from megarl.learn.training.role_adapters import SCORING, role_lora, shares_base
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_source import read_hf_config
 from megarl.weights.checkpoint.formats.score_files import ScoreFiles
-from megarl.weights.reshard.layout import LayoutRow
+from megarl.weights.reshard.layout import Layout, LayoutRow
 from megarl.weights.reshard.layouts import vllm_layout
 
 TRAINED = frozenset({"actor", "critic"})
@@ -115,23 +115,18 @@ def engine_bytes(config: Config, hf_config: Mapping[str, Any]) -> list[dict[str,
     for worker in range(layout.num_ranks):
         kind = layout.kind(worker)
         if kind not in of_kind:
-            of_kind[kind] = _worker_bytes(config, layout.rows_of(worker), layout.dtype_of, one_copy=one_copy)
+            of_kind[kind] = _worker_bytes(config, layout, worker, one_copy=one_copy)
         workers.append(dict(of_kind[kind]))
     return workers
 
 
-def _worker_bytes(
-    config: Config, rows: Sequence[tuple[LayoutRow, int]], dtype_of: Callable[[str], str | None], *, one_copy: bool
-) -> dict[str, int]:
-    """Return a worker's bytes by resident.
-
-    Args:
-        rows: Its local tensors and shares of them.
-        one_copy: The output weight is the embedding.
-    """
-    rollout, dtype = config.rollout, config.model.dtype
+def _worker_bytes(config: Config, layout: Layout, worker: int, *, one_copy: bool) -> dict[str, int]:
+    """Return a worker's bytes by resident. ``one_copy``: the output weight is the embedding."""
+    rollout, dtype, rows = config.rollout, config.model.dtype, layout.rows_of(worker)
     eight_bits = rollout.weight_dtype == "fp8"
-    sizes = {row.local: _weight_bytes(row, share, dtype_of(row.parts[0]) or dtype, eight_bits) for row, share in rows}
+    sizes = {
+        row.local: _weight_bytes(row, share, layout.dtype_of(row.parts[0]) or dtype, eight_bits) for row, share in rows
+    }
     if one_copy and EMBEDDING in sizes:
         sizes.pop(LM_HEAD, None)
     weights = sum(sizes.values())
