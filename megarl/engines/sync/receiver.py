@@ -23,7 +23,16 @@ from megarl.engines.sync.files import compare_with_files, differing_weights, rea
 from megarl.engines.sync.link import Backend, Link, LinkAddress, join_groups, open_store
 from megarl.engines.sync.lora import AdaptedWriter, AdapterWriter, Part
 from megarl.engines.sync.shared import DeviceMemory, HostMemory, Places, SharedMemoryReceiver, machine
-from megarl.engines.sync.sleep import WHAT, Address, Sleeper, What, addresses_of, check_addresses, sleeper_of
+from megarl.engines.sync.sleep import (
+    NOT_PUBLISHED,
+    WHAT,
+    Address,
+    Sleeper,
+    What,
+    addresses_of,
+    check_addresses,
+    sleeper_of,
+)
 from megarl.engines.sync.writer import LocalTensor, SliceWriter
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard import layout as boxes
@@ -154,6 +163,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Failure of the last step, until reported."""
     sleeper: Sleeper | None = None
     """None until the worker sleeps for the first time."""
+    _lost: bool = False
+    """True from a sleep that frees the weights to the next whole update."""
     addresses: dict[str, Address] | None = None
     """Addresses of the model's tensors since the first update; None after a wake that may have moved them."""
 
@@ -296,6 +307,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         assert self.writer is not None
         with torch.device(self.device), torch.no_grad():
             (self.adapted or self.writer).finish()
+        self._lost = False
         if sum(parameter.nbytes for parameter in self.model.parameters()) > TRIMMED_BYTES:
             trim_memory()  # unpacked layers and buckets: 250 MiB in an engine with 100M parameters
         assert self.addresses is not None, "start_weight_update comes before finish_weight_update"
@@ -305,7 +317,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Return logical tensor -> digest of this worker's part, read back from the model's weights, or as arrived for
         8-bit weights. Raises WeightsDiffer if padding is not zero, or an 8-bit form does not match the arrived
         weights."""
-        self._require_weights("megarl_digests")
+        self._require_values("megarl_digests")
         assert self.writer is not None, "no trainer: megarl_agree comes before megarl_digests"
         eight_bits = self.writer.eight_bits
         layout, writer = eight_bits.rest, self.adapted or self.writer
@@ -326,6 +338,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     def check_files(self) -> int:
         """Compare the model's weights with the files that it was loaded from; return the number of elements. No trainer
         is needed. Raises WeightsDiffer."""
+        self._require_values("megarl_check_files")
         _, writer = self._alone()
         read = lru_cache(maxsize=1)(writer.computed_with)  # consecutive pieces share a tensor
         path, rank, dtype = Path(self.model_config.model), self.parallel_config.rank, self.model_config.dtype
@@ -335,6 +348,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def differing_weights(self, path: Path) -> dict[str, str]:
         """Return ``files.differing_weights`` from the checkpoint at ``path``, without weights in 8 bits."""
+        self._require_values("differing_weights")
         _, writer = self._alone()
         read = lru_cache(maxsize=1)(writer.computed_with)
         with torch.device(self.device), torch.no_grad():
@@ -349,7 +363,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def piece_digests(self) -> list[tuple[str, boxes.Box, int]]:
         """Return ``execute.piece_digests`` of this worker."""
-        self._require_weights("megarl_piece_digests")
+        self._require_values("megarl_piece_digests")
         assert self.writer is not None, "megarl_expect_files comes before megarl_piece_digests"
         with torch.device(self.device), torch.no_grad():
             eight_bits = self.writer.eight_bits
@@ -368,6 +382,7 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def lose_weights(self) -> None:
         """Require all weights in the next update, because they are freed."""
+        self._lost = True
         if self.adapted is not None:
             self.adapted.has_own = False
 
@@ -375,6 +390,12 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Raise WeightSyncError while the weights sleep."""
         if self.sleeper is not None and "weights" in self.sleeper.asleep:
             raise WeightSyncError(f"the engine's weights are asleep: megarl_wake('weights') comes before {step}")
+
+    def _require_values(self, step: str) -> None:
+        """Raise WeightSyncError while the weights sleep, or have no values since."""
+        self._require_weights(step)
+        if self._lost:  # their memory has what was there before: zeros, or anything else
+            raise WeightSyncError(f"{NOT_PUBLISHED}: one comes before {step}")
 
     def shutdown(self) -> None:
         for link in self._links:

@@ -27,6 +27,7 @@ LATENT = frozenset(("W_UV", "W_UK_T"))
 """Matrices that latent attention derives from ``kv_b_proj`` at the end of every update."""
 ADAPTERS = ("lora_a_stacked", "lora_b_stacked")
 """Buffers of vLLM's LoRA layers, one for each tensor that is fused in a layer."""
+NOT_PUBLISHED = "the weights were freed by megarl_sleep, and no publication has brought them since"
 _SHOWN = 4
 
 
@@ -212,7 +213,7 @@ def _drop_packed(model: nn.Module) -> None:
 
 
 def _not_published(*_: Any) -> torch.Tensor:
-    raise WeightSyncError("the weights were freed by megarl_sleep, and no publication has brought them since")
+    raise WeightSyncError(NOT_PUBLISHED)
 
 
 def _kv_cache(worker: Any) -> Iterator[torch.Tensor]:
