@@ -49,7 +49,6 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: bool(c.teachers), Teachers),
     (draws_experts, Demonstrations),
     (teaches_a_part, TaughtTokens),
-    (lambda c: c.alarms.trajectories > 0, ComparedTurns),
     (lambda c: c.trainer.keep_batches, KeptBatches),
     (lambda c: c.evaluation.average is not None, AveragedActor),
     (lambda c: not c.rollout.is_colocated and c.sync.max_staleness > 0, DrainAhead),
@@ -64,6 +63,7 @@ PARTS: tuple[tuple[Callable[[Config], bool], type[Part]], ...] = (
     (lambda c: True, Norms),
     (lambda c: c.alarms.groups, StoredGroups),
     (lambda c: c.alarms.verdicts > 0 and not c.reward.shuffle and not c.buffer.operators, Verdicts),
+    (lambda c: c.alarms.trajectories > 0, ComparedTurns),
     (lambda c: (c.alarms.truth is not None or c.alarms.other_truth) and not c.reward.shuffle, Gamed),
     (lambda c: True, Alarms),
 )

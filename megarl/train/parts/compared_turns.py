@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import TypeVar
 
 from megarl.buffer.store import Store, is_outline, with_arrays
 from megarl.config import Config
-from megarl.core.schema import Trajectory, name_of
+from megarl.core.schema import Task, Trajectory, name_of
 from megarl.tasks import ChatTokenizer
 from megarl.train.batch.batch import StepBatch
 from megarl.train.batch.recorded_lines import Templates, difference, lines_of
 from megarl.train.part import Metrics, Part, StepData
 from megarl.train.ranks import Reporter, RunContext, TrainState
 
+T = TypeVar("T")
 CAUSES = {
     "tokens": "what makes sequences of turns, and what reads them from the store",
     "mask": "what puts turns of the model, and no others, into the loss",
@@ -32,23 +34,28 @@ class ComparedTurns(Part):
         self._number = config.alarms.trajectories if context.rank == 0 else 0
         self._templates: Templates | None = None
         self._outlines: dict[tuple[str, int], Trajectory] = {}
+        self._whole: dict[tuple[str, int], Trajectory] = {}
+        """Trajectories of the step that are read, by (group id, index)."""
+        self._tasks: dict[str, Task] = {}
         self._found: dict[str, int] = {}
         """Alarm -> sequences of the step that have it."""
 
     def before_batch(self, state: TrainState, data: StepData) -> None:
+        """Read trajectories right after other alarms have read some: a query after other work takes ten times as
+        long."""
         if self._number:
             self._outlines = {(each.group_id, each.index): each for each in data.trajectories}
+            self._read(spread(list(self._outlines), self._number, state.step))
 
     def before_update(self, state: TrainState, batch: StepBatch) -> None:
-        outlines, self._outlines = self._outlines, {}
         chosen = self._chosen(state, batch)
+        self._read({(batch.rows[number].group_id, batch.rows[number].index) for _, number, _ in chosen})
+        whole, tasks = self._whole, self._tasks
+        self._outlines, self._whole, self._tasks = {}, {}, {}
         if not chosen:
             return
         if self._templates is None:
             self._templates = Templates(ChatTokenizer.of(self._config), self._config.rollout.workflow)
-        keys = {(batch.rows[number].group_id, batch.rows[number].index) for _, number, _ in chosen}
-        whole = self._whole([outlines[key] for key in sorted(keys)])
-        tasks = self._store.facts.tasks({each.task_id for each in whole.values()})
         self._found, lines = {}, dict[str, str]()
         sequences, starts = batch.sequences, batch.sequences.cu_seqlens.tolist()
         for place, number, ordinal in chosen:
@@ -78,8 +85,10 @@ class ComparedTurns(Part):
         sampled = [(place, number) for place, number in enumerate(numbers) if number < len(rows)]
         if not sampled or not self._number:
             return []
-        stride = max(1, len(sampled) // self._number)
-        few = sampled[state.step % stride :: stride][: self._number]
+        is_read = [(rows[number].group_id, rows[number].index) in self._whole for _, number in sampled]
+        others = [one for one, read in zip(sampled, is_read, strict=True) if not read]
+        few = spread([one for one, read in zip(sampled, is_read, strict=True) if read], self._number, state.step)
+        few += spread(others, self._number - len(few), state.step)
         counts, ordinals = Counter[tuple[str, int]](), dict[int, int]()
         chosen = {(rows[number].group_id, rows[number].index) for _, number in few}
         for number, row in enumerate(rows):
@@ -88,16 +97,26 @@ class ComparedTurns(Part):
                 counts[key] += 1
         return [(place, number, ordinals[number]) for place, number in few]
 
-    def _whole(self, outlines: Sequence[Trajectory]) -> dict[tuple[str, int], Trajectory]:
+    def _read(self, keys: Collection[tuple[str, int]]) -> None:
+        """Read trajectories, by (group id, index), and their tasks, unless they are read."""
+        new = [self._outlines[key] for key in sorted(keys) if key not in self._whole]
+        if not new:
+            return
         wanted: dict[str, list[int]] = {}
-        for each in outlines:
-            if is_outline(each):
-                wanted.setdefault(each.group_id, []).append(each.index)
+        for each in filter(is_outline, new):
+            wanted.setdefault(each.group_id, []).append(each.index)
         arrays = self._store.groups.arrays(wanted) if wanted else {}
-        return {
-            (e.group_id, e.index): with_arrays(e, arrays[e.group_id, e.index]) if is_outline(e) else e for e in outlines
-        }
+        for each in new:
+            key = each.group_id, each.index
+            self._whole[key] = with_arrays(each, arrays[key]) if is_outline(each) else each
+        self._tasks |= self._store.facts.tasks({each.task_id for each in new})
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
         metrics |= {f"alarm/{name}": float(number) for name, number in self._found.items()}
         self._found = {}
+
+
+def spread(values: Sequence[T], number: int, step: int) -> list[T]:
+    """Return up to ``number`` values at equal distances, which begin at another place in each step."""
+    stride = max(1, len(values) // number) if number else 1
+    return list(values[step % stride :: stride][:number])
