@@ -32,11 +32,14 @@ def main() -> None:
 
 async def _serve(arguments: Namespace) -> None:
     from vllm.entrypoints.generate.structured_decisions.strategies import READ_STRATEGIES
+    from vllm.entrypoints.launchers import launcher
     from vllm.entrypoints.launchers.api_server.entry import run_server_worker, setup_server
     from vllm.utils.system_utils import decorate_logs
 
     decorate_logs("APIServer", skip_if_decorated=True)
     READ_STRATEGIES.clear()  # structured decisions: they fail the start if the tokenizer lacks their labels
+    # At its end a server walks all connections of the machine for another user of its port: the supervisor holds it.
+    launcher.find_process_using_port = lambda port: None
     signal.signal(signal.SIGTERM, _interrupt)  # until uvicorn installs its handler
     address, listening = setup_server(arguments, reuse_port=True)
     await run_server_worker(address, listening, arguments)
