@@ -351,7 +351,8 @@ def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[
 def _leave_libraries() -> None:
     """Let forked processes end without deregistering the operators of imported libraries: 0.2 s of CPU each."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        if (found := finalizer.peek()) is not None and found[1].__module__ == "torch.library":
+        found = finalizer.peek() if finalizer.atexit else None
+        if found is not None and found[1].__module__ == "torch.library":
             finalizer.atexit = False
 
 

@@ -6,10 +6,14 @@ Same as ``vllm serve``, except that its socket has SO_REUSEPORT, to listen on a 
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from megarl.core.processes.machine import uncollected
 from megarl.engines.client.names import record_phase
@@ -26,7 +30,8 @@ def main() -> None:
     record_phase("start")
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")  # as vLLM's own commands do
     arguments = server_arguments()
-    configure_logging_from_args(arguments)
+    with _one_clearing():
+        configure_logging_from_args(arguments)
     uvloop.run(_serve(arguments))
 
 
@@ -43,6 +48,18 @@ async def _serve(arguments: Namespace) -> None:
     signal.signal(signal.SIGTERM, _interrupt)  # until uvicorn installs its handler
     address, listening = setup_server(arguments, reuse_port=True)
     await run_server_worker(address, listening, arguments)
+
+
+@contextmanager
+def _one_clearing() -> Iterator[None]:
+    """Clear the loggers' caches once, at the end: vLLM sets the levels of a thousand loggers, each clearing all."""
+    manager: Any = logging.root.manager
+    manager._clear_cache = lambda: None
+    try:
+        yield
+    finally:
+        del manager._clear_cache
+        manager._clear_cache()
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
