@@ -319,7 +319,7 @@ def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[
     imported = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     if threading.active_count() > 1:
         return  # locks of those threads would stay locked in a fork
-    _leave_libraries()
+    leave_libraries()
     gc.collect()
     gc.freeze()
     gc.enable()  # in forked processes
@@ -348,7 +348,7 @@ def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[
             os.close(descriptor)
 
 
-def _leave_libraries() -> None:
+def leave_libraries() -> None:
     """Let forked processes end without deregistering the operators of imported libraries: 0.2 s of CPU each."""
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         found = finalizer.peek() if finalizer.atexit else None
