@@ -268,3 +268,19 @@ for kind, modules in kinds.items():
     for kind in kinds:
         assert f"{kind} has 1 thread(s)" in done.stdout.splitlines(), f"{kind}: {done.stderr[-2000:]}"
     assert kinds.keys() == {"ENGINE", "TRAINER", "EXPLORER"}
+
+
+def test_a_forked_process_deregisters_no_operators_of_imported_libraries() -> None:
+    source = """
+import weakref
+from megarl.core.processes.fork import leave_libraries
+def deregister(): print("deregistered")
+deregister.__module__ = "torch.library"
+class Owner: pass
+library, own = Owner(), Owner()
+weakref.finalize(library, deregister)
+weakref.finalize(own, print, "own")
+leave_libraries()
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["own"]

@@ -23,6 +23,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -318,6 +319,7 @@ def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[
     imported = {name: value for name, value in os.environ.items() if environment.get(name) != value}
     if threading.active_count() > 1:
         return  # locks of those threads would stay locked in a fork
+    leave_libraries()
     gc.collect()
     gc.freeze()
     gc.enable()  # in forked processes
@@ -344,6 +346,14 @@ def serve(requests: socket.socket, modules: Sequence[str], environment: Mapping[
         requests.send(os.read(reader, 64))  # empty if the child has ended
         for descriptor in (reader, *descriptors):
             os.close(descriptor)
+
+
+def leave_libraries() -> None:
+    """Let forked processes end without deregistering the operators of imported libraries: 0.2 s of CPU each."""
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        found = finalizer.peek() if finalizer.atexit else None
+        if found is not None and found[1].__module__ == "torch.library":
+            finalizer.atexit = False
 
 
 def _ignored() -> list[int]:

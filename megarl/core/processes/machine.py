@@ -29,17 +29,26 @@ KILLED_S = 0.01
 
 def group_members(group: int) -> list[int]:
     """Process ids in a process group and in the session of the same number, without pure zombies (Linux)."""
-    members = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
+    members, number = [], str(group).encode()
+    for pid in os.listdir("/proc"):
+        if pid.isdigit():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 # The command in parentheses may contain spaces: state, parent, group and session follow the last ")".
-                state, _, *numbers = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                state, _, *numbers = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split(None, 4)[:4]
                 # The first thread of a killed process is a zombie immediately. The last thread to end frees the memory,
                 # and only then closes the sockets on which the group may have listened.
-                if str(group) in numbers and (state != "Z" or len(list((entry / "task").iterdir())) > 1):
-                    members.append(int(entry.name))
+                if number in numbers and (state != b"Z" or len(os.listdir(f"/proc/{pid}/task")) > 1):
+                    members.append(int(pid))
     return members
+
+
+def _read(path: str) -> bytes:
+    """Return a small file of ``/proc``, at a quarter of the cost of ``read_bytes``: it is called for each process."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.read(descriptor, 4096)
+    finally:
+        os.close(descriptor)
 
 
 def kill_group(group: int) -> None:

@@ -56,6 +56,10 @@ from megarl.tasks import ChatTokenizer
 
 log = logging.getLogger(__name__)
 
+CLOSED = object()
+"""Stands for the mark of a closed job's store."""
+LOOK_S = 1.0
+"""Most seconds between two looks for groups in a store that seems unchanged."""
 EVENTS_S = 1.0
 """Seconds between two checks for a line about scoring on the terminal."""
 
@@ -167,15 +171,15 @@ class Explorer:
                 if self._engines.feeder is not None:
                     works.append(self._engines.feeder.keep(partial(self._call, self._store.engines.delivered)))
                 keeping = [tasks.create_task(work) for work in works]
-                while await self._call(self._store.journal.job_state) == "open":
-                    claims = await self._claim()
+                while (mark := await self._call(self._mark_of_open)) is not CLOSED:
+                    conditions, claims = self._conditions(), await self._claim()
                     groups = [await self._group(claim) for claim in claims]
                     for batch in _batches(groups, self._calls_of):
                         flight = tasks.create_task(self._run_groups(batch))
                         self._flights.add(flight)
                         flight.add_done_callback(self._flights.discard)
                     if not claims:
-                        await asyncio.sleep(self._claims.poll_s)
+                        await self._await_change(mark, conditions)
                 for task in (*keeping, *self._flights):
                     task.cancel()
         except BaseExceptionGroup as failures:
@@ -185,6 +189,29 @@ class Explorer:
         finally:
             await self._call(self._store.groups.release, self._worker)
             self._store_thread.shutdown(wait=False)  # idle after its last call
+
+    def _mark_of_open(self) -> object:
+        """Return the mark of the store before a look for groups; CLOSED if the job is closed."""
+        mark = self._store.database.mark()
+        return mark if self._store.journal.job_state() == "open" else CLOSED
+
+    def _conditions(self) -> tuple[Any, ...]:
+        """Return what claims depend on besides the store."""
+        may_ask = self._engines.are_updated is None or self._choice.is_open
+        is_behind = self._runner.scoring >= self._claims.backlog
+        return self.under_way.free, self.under_way.evaluates, is_behind, may_ask, frozenset(self._lease.silent)
+
+    async def _await_change(self, mark: object, conditions: tuple[Any, ...]) -> None:
+        """Wait until another look may find groups: the store or the conditions changed, or ``LOOK_S`` passed."""
+        until = time.monotonic() + LOOK_S
+        await asyncio.sleep(self._claims.poll_s)
+        while (
+            mark is not None
+            and time.monotonic() < until
+            and self._conditions() == conditions
+            and await self._call(self._store.database.mark) == mark
+        ):
+            await asyncio.sleep(self._claims.poll_s)
 
     async def _keep_claims(self, are_updated: Callable[[], Awaitable[bool]]) -> None:
         """Release all claims if for ``silence_s`` no engine had the weights and none received any."""

@@ -94,7 +94,7 @@ ON_CPU = (
 
 def check_engine_options(config: Config) -> None:
     """Raise ConfigError for an option that vLLM lacks or megarl sets itself, or with a value of the wrong type."""
-    known = engine_arguments()
+    known = engine_arguments() if config.rollout.engine_options else {}  # 0.3 s of CPU
     for name, value in config.rollout.engine_options.items():
         given = f"rollout.engine_options.{name}={value!r}"
         if name in SETTINGS:
