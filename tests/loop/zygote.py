@@ -20,6 +20,9 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megarl.core.jobs import ProcessKind
+from megarl.run.process.process import PRELOAD
+
 
 class Zygote:
     """The process to fork from. ``environment`` is what every server gets; what vLLM reads while it is imported must be
@@ -84,37 +87,20 @@ def _serve(argv: list[str], environment: dict[str, str], log: str) -> None:
     module.main()
 
 
-PRELOAD = (
-    "vllm.entrypoints.launchers.api_server.entry",
-    "vllm.v1.worker.cpu_worker",
-    "megarl.engines.sync.receiver",
+PRELOADED = (
+    *PRELOAD[ProcessKind.ENGINE],
     # What a server and its workers import only once they run.
     "compressed_tensors",
     "prometheus_fastapi_instrumentator",
-    "vllm.distributed.device_communicators.cpu_communicator",
-    "vllm.entrypoints.generate.api_router",
-    "vllm.entrypoints.openai.chat_completion.api_router",
-    "vllm.entrypoints.openai.completion.api_router",
-    "vllm.entrypoints.rl.factories",
-    "vllm.entrypoints.serve.dev.server_info.api_router",
-    "vllm.entrypoints.serve.instrumentator.metrics",
-    "vllm.entrypoints.serve.profile.api_router",
     "vllm.model_executor.layers.quantization.compressed_tensors.utils",
-    "vllm.model_executor.layers.quantization.online.base",
-    "vllm.renderers.hf",
     "vllm.utils.cpu_triton_utils",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.v1.core.sched.scheduler",
-    "vllm.v1.engine.async_llm",
     "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.executor.uniproc_executor",
-    "megarl.engines.cpu.registered_kernels",
 )
 
 
 def _run() -> None:
     gc.disable()
-    for module in PRELOAD:
+    for module in PRELOADED:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()  # modules stay, and take long to walk
