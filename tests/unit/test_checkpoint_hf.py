@@ -261,3 +261,16 @@ def test_broken_directories_are_named(tmp_path: Path) -> None:
     (path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors is listed in"):
         load(path, config)
+
+
+def test_a_configuration_is_read_again_where_its_file_has_changed(tmp_path: Path) -> None:
+    """What a caller does to a configuration is not in the next one's, nor is an older file."""
+    (tmp_path / "config.json").write_text(json.dumps(qwen3_config()))
+    first = hf.read_hf_config(tmp_path)
+    expected = dict(first)
+    first["rope_parameters"]["rope_theta"] = first["hidden_size"] = None
+    assert hf.read_hf_config(tmp_path)["rope_parameters"]["rope_theta"] is not None
+    assert hf.read_hf_config(tmp_path)["hidden_size"] == expected["hidden_size"]
+    written = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(written | {"hidden_size": 8}))
+    assert hf.read_hf_config(tmp_path)["hidden_size"] == 8

@@ -5,6 +5,7 @@ Source: transformers' ``modeling_layers.py`` (``GenericForSequenceClassification
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import shutil
@@ -131,6 +132,8 @@ _UNTABLED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 """Keys of config.json that no family's table checks, with a check and its description."""
 HF_FOLDER = "huggingface"
 """Directory of config.json and tokenizer, in or next to a Megatron checkpoint."""
+_COMPLETED: dict[str, dict[str, Any]] = {}
+"""Text of a config.json -> completed configuration: processes read the same one for each model, layout and export."""
 _LEFT = (
     *(".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".distcp"),
     *(".h5", ".h5.index.json", ".msgpack", ".msgpack.index.json", ".onnx", ".onnx_data", ".ot"),
@@ -145,7 +148,13 @@ def read_hf_config(path: Path, setting: str = "model.path") -> dict[str, Any]:
     ``setting``: name of the setting with the directory, for errors. Raises CheckpointError if the file is missing or
     not JSON, ArchitectureError if transformers refuses it.
     """
-    return complete(read_config_json(path, setting))
+    config = read_config_json(path, setting)
+    if (key := json.dumps(config)) in _COMPLETED:
+        return copy.deepcopy(_COMPLETED[key])
+    found = complete(config)
+    if found != config:  # else it is cheap, or a warning has said why
+        _COMPLETED[key] = copy.deepcopy(found)
+    return found
 
 
 def read_config_json(path: Path, setting: str = "model.path") -> dict[str, Any]:
