@@ -24,10 +24,10 @@ def cut_off(tmp_path: Path, data: dict[str, int] | None) -> tuple[Store, Claim]:
     store.pacing.record_live(VERSION)
     store.tasks.add("train", [make_task(i) for i in range(3)])
     request(store, "train-000000", groups=3)
-    store.rollouts.request("eval-before", "eval", 0, VERSION, ["train/0"], 1, {})
     whole, claim = store.groups.claim("explorer", 2)
     assert finish(store, whole)
     store.segments.append([(claim, make_segment(0))])
+    store.rollouts.request("eval-before", "eval", 0, VERSION, ["train/0"], 1, {})
     if data is not None:
         store.journal.record_event("trainer", STOPPED, data)
     store.close()

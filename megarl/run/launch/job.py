@@ -41,6 +41,7 @@ from megarl.run.launch.records import fill_experts
 from megarl.run.nodes import health, node_agent
 from megarl.run.nodes.fit import Fit, fit, reductions
 from megarl.run.nodes.node import Allocation, LocalNode, Node, find, is_loopback
+from megarl.run.nodes.notice import Departures, ready
 from megarl.run.nodes.plan import NodeInfo, table
 from megarl.run.nodes.remote import Gathering, RemoteNode
 from megarl.run.postgres import Server
@@ -236,8 +237,9 @@ def run_attempts(
         others = gathering.wait(config.cluster.connect_timeout_s, stop_request.is_set) if allocation.nodes > 1 else []
         everybody = [*others]
         others = healthy_nodes(config, allocation, others)
-        for node in others:
-            node.stop_request = stop_request
+        if config.cluster.on_notice == "wait":
+            for node in others:
+                node.stop_request = stop_request
         for folder in remove_stale_folders(run_dir):
             log.info("removed %s, which a killed start of this run had left", folder)
         reaper = stack.enter_context(Reaper(lock))
@@ -258,7 +260,9 @@ def run_attempts(
         restarts, budget = Restarts(config.cluster.restarts), MicroBatchBudget()
         while True:
             with timeline.phase("prepare"):
-                fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
+                there = ready(others) if config.cluster.on_notice == "go_on" else [n for n in others if n.is_there()]
+                fitted, nodes = _fitted(config, here, everybody, there)
+                asked = Departures(stop_request, [node for node in nodes if isinstance(node, RemoteNode)])
                 attempt = last = begin_attempt(config, stop_request, last)
                 if not job.joins:
                     shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # files of killed ranks
@@ -276,9 +280,11 @@ def run_attempts(
             try:
                 with timeline.phase("spawn"):
                     started = start_attempt(fitted.config, fitted.plan, nodes, attempt, key)
-                watch(started, stop_request, fitted.config, attempt, server, alone)
+                watch(started, asked, fitted.config, attempt, server, alone)
                 timeline.add(END, time.time(), 0.0)
-                return
+                if not asked.goes_on() or _is_finished(config) or not _still_fits(config, here, everybody, others):
+                    return
+                last = alone.attempt
             except (FencedError, NonRetryableError):
                 raise
             except JobError as error:
@@ -301,8 +307,8 @@ def run_attempts(
             finally:
                 if job.has(ProcessKind.ENGINE):
                     leave(config, alone.attempt)
-                if stop_request.at is not None:
-                    timeline.add(NOTICE, stop_request.at, time.time() - stop_request.at)
+                if asked.at is not None:
+                    timeline.add(NOTICE, asked.at, time.time() - asked.at)
 
 
 def begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
@@ -379,6 +385,18 @@ def _fitted(
     if len(used) > 1:
         log.info("%s", table(fitted.plan, fitted.nodes))
     return fitted, [node for node in nodes if node.rank in used]
+
+
+def _still_fits(config: Config, here: LocalNode, others: Sequence[RemoteNode], left: Sequence[RemoteNode]) -> bool:
+    """Return True if the job fits the nodes that do not leave; logs why not."""
+    head = NodeInfo.of(here)
+    nodes = [NodeInfo.of(node) for node in left if not node.stop_request.is_set()]
+    try:
+        fit(config, [head, *map(NodeInfo.of, others)], [head, *nodes], check_sizes)
+    except (ConfigError, JobError) as error:
+        log.warning("%s: the job waits until it has its nodes again", error)
+        return False
+    return True
 
 
 def healthy_nodes(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:

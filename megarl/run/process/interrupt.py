@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import time
 from types import FrameType
-from typing import Self
+from typing import Protocol, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -38,6 +38,14 @@ class Interrupt:
 
 INTERRUPT = Interrupt()
 """The interrupt of this process."""
+
+
+class Asked(Protocol):
+    """Whether a job was asked to stop."""
+
+    @property
+    def count(self) -> int:
+        """Number of requests: the first one saves, the third one ends at once."""
 
 
 class StopRequest:
