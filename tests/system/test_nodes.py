@@ -182,7 +182,7 @@ def test_a_node_that_leaves_with_notice_is_done_without(nodes: Nodes) -> None:
         for rank, name in enumerate(("n0", "n1")):
             env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "WORLD_SIZE": "2"}
             env |= {"MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
-            more = ("trainer.steps=8", "cluster.on_notice=go_on", "trainer.checkpoint_interval=100")
+            more = ("trainer.steps=8", "cluster.on_notice=go_on")
             nodes.start([*networks.inside_python(name, env), "megarl"], *more, fork=True)
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         nodes.signal(1, signal.SIGTERM)
