@@ -21,7 +21,7 @@ from pathlib import Path
 import jobs
 import page
 
-from megarl.run.report.goodput import CAUSES, Account, account_of
+from megarl.run.report.goodput import CAUSES, SecondsByCause, account_of
 from megarl.weights.checkpoint.training.manifest import latest, read_manifest
 
 LIMIT_S, LOOK_S, PREEMPTED = 600.0, 0.05, 130
@@ -63,7 +63,7 @@ def _until(process: subprocess.Popen[bytes], run_dir: Path, steps: int) -> None:
         time.sleep(LOOK_S)
 
 
-def text_of(spent: Account, times: int, every: int) -> str:
+def text_of(spent: SecondsByCause, times: int, every: int) -> str:
     """Return the page's text: causes of the whole run, and of each preemption."""
     found = spent.notices()
     lost = [sum(one.values()) for one in found]

@@ -93,8 +93,8 @@ class ClusterConfig:
     """Go on with fewer data-parallel ranks and engines if nodes are missing and no spare is left. False keeps the
     number of ranks, with more on each remaining node; if they do not spread evenly the job ends."""
     on_notice: Literal["wait", "go_on"] = "wait"
-    """What the job does when a node other than the first gets SIGTERM. ``wait`` saves and ends with status 130, and
-    Slurm queues it again. ``go_on`` saves and starts again on the other nodes."""
+    """Reaction to SIGTERM at a node other than the first. ``wait`` saves and ends with status 130, and Slurm queues the
+    job again. ``go_on`` saves and starts again on the other nodes."""
     allow_idle: bool = False
     """Start a job that leaves more than a quarter of its GPUs idle (docs/cluster.md)."""
     exclude_unhealthy: bool = False

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from megarl.buffer.store import Claim, Store
-from megarl.core.metrics import STOPPED
+from megarl.core.metrics import STOP_EVENT
 from megarl.core.schema import WeightsVersion
 from megarl.run.launch import job
 from tests.stores import VERSION, finish, make_segment, make_task, request
@@ -29,7 +29,7 @@ def cut_off(tmp_path: Path, data: dict[str, int] | None) -> tuple[Store, Claim]:
     store.segments.append([(claim, make_segment(0))])
     store.rollouts.request("eval-before", "eval", 0, VERSION, ["train/0"], 1, {})
     if data is not None:
-        store.journal.record_event("trainer", STOPPED, data)
+        store.journal.record_event("trainer", STOP_EVENT, data)
     store.close()
     job.fill_store(config, {}, 2, config)
     return Store(config.store.url, attempt=2), claim

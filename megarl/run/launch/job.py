@@ -28,7 +28,7 @@ from megarl.core.errors import (
     NonRetryableError,
 )
 from megarl.core.jobs import EXPLORE, ProcessKind, of_program
-from megarl.core.metrics import COMMAND, END, NOTICE, RESTART, STOPPED, Timeline
+from megarl.core.metrics import COMMAND, END, NOTICE, RESTART, STOP_EVENT, Timeline
 from megarl.engines.client.leftovers import remove_stale_folders
 from megarl.engines.client.names import KEY_VARIABLE
 from megarl.learn.algorithms import job_of
@@ -467,6 +467,6 @@ def _discard_rollouts(config: Config, run_dir: Path, store: Store, attempt: int)
     for step in sorted(step for step in store.evaluations.uncounted().values() if step < from_step):
         log.warning("the evaluation of step %d was under way when the job ended: it is not measured", step)
         store.journal.record_event("supervisor", "evaluation_lost", {"step": step})
-    stopped = [event["data"] for event in store.journal.events(STOPPED)]
+    stopped = [event["data"] for event in store.journal.events(STOP_EVENT)]
     in_order = {"step": from_step, "attempt": attempt - 1} in stopped[-1:]
     store.rollouts.discard(from_step, ahead=changed, in_order=in_order and not changed)

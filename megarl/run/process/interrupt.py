@@ -40,8 +40,8 @@ INTERRUPT = Interrupt()
 """The interrupt of this process."""
 
 
-class Asked(Protocol):
-    """Whether a job was asked to stop."""
+class StopAsked(Protocol):
+    """Requests to stop a job."""
 
     @property
     def count(self) -> int:

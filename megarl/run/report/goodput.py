@@ -46,7 +46,7 @@ class Spent(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Account:
+class SecondsByCause:
     """Wall time of a run, split without gaps."""
 
     spans: Sequence[Spent]
@@ -91,7 +91,7 @@ class Account:
         return f"goodput: {self.goodput:.1%} of {self.wall_s:.0f} s in steps that are kept ({parts})"
 
 
-def account_of(run_dir: Path) -> Account | None:
+def account_of(run_dir: Path) -> SecondsByCause | None:
     """Return the account of a run that has ended or stopped; None if no trainer rank has recorded a phase."""
     timelines = {
         path.stem: tuple(
@@ -105,7 +105,9 @@ def account_of(run_dir: Path) -> Account | None:
     return account(timelines, max(done, default=0))
 
 
-def account(timelines: Mapping[str, Sequence[TimedPhase]], steps_done: int, *, running: bool = False) -> Account | None:
+def account(
+    timelines: Mapping[str, Sequence[TimedPhase]], steps_done: int, *, running: bool = False
+) -> SecondsByCause | None:
     """Split a run's wall time by cause; None if there is no trainer rank or no command in its timelines.
 
     Args:
@@ -120,7 +122,7 @@ def account(timelines: Mapping[str, Sequence[TimedPhase]], steps_done: int, *, r
     begin, end = min(p.start for p in (*command, *rank)), max(marks.life[-1], time.time() if running else 0.0)
     filled = _filled(marks, _pieces(marks, rank, steps_done), begin, end, "under way" if running else "lost work")
     spans = list(_split(filled, marks.notices))
-    return Account(spans) if spans else None
+    return SecondsByCause(spans) if spans else None
 
 
 class _Marks:
