@@ -92,6 +92,9 @@ class ClusterConfig:
     shrink: bool = True
     """Go on with fewer data-parallel ranks and engines if nodes are missing and no spare is left. False keeps the
     number of ranks, with more on each remaining node; if they do not spread evenly the job ends."""
+    on_notice: Literal["wait", "go_on"] = "wait"
+    """Reaction to SIGTERM at a node other than the first. ``wait`` saves and ends with status 130, and Slurm queues the
+    job again. ``go_on`` saves and starts again on the other nodes."""
     allow_idle: bool = False
     """Start a job that leaves more than a quarter of its GPUs idle (docs/cluster.md)."""
     exclude_unhealthy: bool = False

@@ -201,6 +201,11 @@ def _counts(line: str, warm_start_step: int, step: int) -> bool:
 
 COMMAND = "command"
 """Name of the timeline of the command that starts a job."""
+NOTICE, RESTART, END = "notice", "restart", "end"
+"""Phases of the command: from a stop request until all processes have ended; restart of trainer ranks alone; the moment
+at which all processes have ended in order."""
+STOP_EVENT = "stopped"
+"""Kind of the store event with the step that a trainer has saved on a stop request."""
 DROPPED = "dropped"
 """Kind of the store event with the reasons why groups of a step were dropped."""
 TIMELINE = "MEGARL_TIMELINE"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.run.report.goodput import account_of
 from megarl.weights.checkpoint.training.manifest import latest, read_manifest
 from tests.system.jobs import Job
 
@@ -112,3 +113,18 @@ def test_every_step_has_the_same_metrics(runs: tuple[Path, Path]) -> None:
     whole, killed = (records(run) for run in runs)
     assert {("step", number) for number in range(1, STEPS + 1)} <= whole.keys()
     assert whole == killed
+
+
+def test_every_second_of_the_killed_job_has_a_cause(runs: tuple[Path, Path]) -> None:
+    """From the first start to the end, two kills and two resumes included."""
+    whole, killed = (account_of(run) for run in runs)
+    assert whole is not None and killed is not None
+    for found, run in ((whole, runs[0]), (killed, runs[1])):
+        phases = [json.loads(line) for path in (run / "timeline").glob("*.jsonl") for line in path.open()]
+        wall = max(p["start"] + p["seconds"] for p in phases) - min(p["start"] for p in phases)
+        assert found.wall_s == pytest.approx(wall, abs=0.01) == pytest.approx(sum(found.seconds.values()), abs=0.01)
+    assert not whole.seconds.keys() & {"lost work", "down", "restart", "notice"}
+    assert killed.seconds["lost work"] > 0 and killed.seconds["down"] > 0
+    starts = [span for span in killed.spans if span.cause == "start"]
+    begins = [line for line in (runs[1] / "timeline" / "command.jsonl").open() if '"import"' in line]
+    assert len(starts) >= len(begins) == 3

@@ -17,6 +17,7 @@ import pytest
 
 from megarl.run.nodes.node import Allocation
 from megarl.run.process import ports
+from megarl.run.report.goodput import account_of
 from tests.system import commands
 from tests.system.jobs import START_S, TINY, end_with_the_tests
 from tests.system.networks import Networks, possible
@@ -58,6 +59,9 @@ class Nodes:
 
     def wait(self, node: int) -> int:
         return self._processes[node].wait(START_S)
+
+    def signal(self, node: int, number: int) -> None:
+        _send(self._processes[node], number)
 
     def said(self, node: int = 0) -> str:
         return self._output(node).read_text()
@@ -167,6 +171,32 @@ def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes)
     assert json.loads((nodes.run_dir / "resolved.json").read_text())["parallel"]["dp"] == 1
     left = [path.parent for path in Path("/proc").glob("[0-9]*/cmdline") if str(nodes.run_dir).encode() in _read(path)]
     assert not left
+
+
+@pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
+def test_a_node_that_leaves_with_notice_is_done_without(nodes: Nodes) -> None:
+    """SIGTERM to the supervisor of one node: its rank saves, and the job goes on from that step on the head alone."""
+    networks = Networks(random.SystemRandom().randrange(1, 250), ["n0", "n1"])
+    try:
+        networks.make()
+        for rank, name in enumerate(("n0", "n1")):
+            env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "WORLD_SIZE": "2"}
+            env |= {"MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
+            more = ("trainer.steps=8", "cluster.on_notice=go_on")
+            nodes.start([*networks.inside_python(name, env), "megarl"], *more, fork=True)
+        nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
+        nodes.signal(1, signal.SIGTERM)
+        assert [nodes.wait(rank) for rank in range(2)] == [0, 0], nodes.said()
+    finally:
+        nodes.end()
+        networks.remove()
+    said = nodes.said()
+    assert "leaves with notice: the job has saved, and goes on without it" in said
+    assert "THE JOB GOES ON SMALLER, 1 of 2 nodes are left: parallel.dp 2 -> 1" in said
+    assert nodes.steps() == list(range(1, 9))  # none twice, none missing
+    spent = account_of(nodes.run_dir)
+    assert spent is not None and sum(spent.seconds.values()) == pytest.approx(spent.wall_s)
+    assert spent.seconds["notice"] > 0 and spent.seconds["restart"] > 0 and not spent.seconds.keys() & {"down"}
 
 
 def _send(process: subprocess.Popen[bytes] | commands.Command, number: int) -> None:

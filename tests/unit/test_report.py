@@ -308,6 +308,17 @@ def test_summary(run_dir: Path) -> None:
         assert str(run_dir / name) in text
 
 
+def test_seconds_by_cause_are_shown(run_dir: Path) -> None:
+    """30 steps of 1 s with a checkpoint of 0.1 s each, 2 s of warm start; 10 s before them."""
+    assert "Goodput" not in page(load(run_dir)) and "goodput" not in summary(run_dir), "no command is recorded"
+    for i, name in enumerate(("import", "check", "spawn")):
+        Timeline(run_dir / "timeline", COMMAND).add(name, 1_000_000.0 - 10 + i, 1.0)
+    shown = Page(page(load(run_dir))).text
+    assert re.search(r"Goodput [\d.]+% of .* since the first start are in steps that are kept", shown)
+    assert re.search(r"checkpoints saving, and the exported model 3\.\d", shown) and "lost work" not in shown
+    assert re.search(r"^goodput: [\d.]+% of 40 s in steps that are kept \(start 20", summary(run_dir), re.M)
+
+
 def test_graded_scores_are_shown_beside_the_accuracy(run_dir: Path) -> None:
     store = Store(f"sqlite:///{run_dir}/store.db")
     [event] = [e["data"] for e in store.journal.events("evaluation") if e["data"]["step"] == 0]

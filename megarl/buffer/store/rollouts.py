@@ -38,6 +38,8 @@ from megarl.core.schema import WeightsVersion
 
 UNUSED = {"state": GroupState.READY, "used_by": None, "reason": None}
 """Column values of an unused group."""
+FREED = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None, "ended_at": None}
+"""Column values of a group to sample."""
 
 
 UNCOUNTED = select(ROLLOUTS.c.rollout_id).where(
@@ -124,7 +126,7 @@ class RolloutTable:
             known |= self._database.read(lambda connection, query=query: set(connection.scalars(query)))  # type: ignore[misc]
         return known
 
-    def discard(self, from_step: int, *, ahead: bool = False) -> None:
+    def discard(self, from_step: int, *, ahead: bool = False, in_order: bool = False) -> None:
         """Delete every rollout of weights with at least ``from_step`` steps, and metrics and evaluations of later
         steps.
 
@@ -139,6 +141,8 @@ class RolloutTable:
 
         Args:
             ahead: Delete all unused training groups too, requested ahead of step ``from_step``.
+            in_order: The last attempt stopped in order at ``from_step``, so these weights exist: their rollouts go on,
+                unfinished trajectories from their last segment.
         """
         steps = ROLLOUTS.c.step if ahead else steps_of_weights()
 
@@ -146,7 +150,8 @@ class RolloutTable:
             further = and_(ROLLOUTS.c.step >= from_step, ROLLOUTS.c.rollout_id.like("train-%-%"))
             undone = or_(steps >= from_step, further)
             if not ahead:
-                undone = and_(undone, or_(steps > from_step, not_(_waits_for_people())))
+                stays = ROLLOUTS.c.kind == "train" if in_order else _waits_for_people()
+                undone = and_(undone, or_(steps > from_step, not_(stays)))
             which = or_(undone, ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(which)))
             delete_rollouts(connection, ids)
@@ -156,6 +161,8 @@ class RolloutTable:
                 _delete_unused(connection)
             else:
                 _sample_again(connection, from_step)
+            if in_order:  # an explorer that was killed in its grace has not given its claims back
+                connection.execute(update(GROUPS).where(GROUPS.c.state == GroupState.CLAIMED).values(FREED))
             # Engines of explore programs keep running with weights that no longer exist: no training group is claimed
             # until they get new ones.
             connection.execute(update(VERSIONS).values(live=STALE))
@@ -256,12 +263,11 @@ def _sample_again(connection: Connection, from_step: int) -> None:
     claimed = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.rollout_id.in_(trained))
     ids |= set(connection.scalars(select(GROUPS.c.group_id).where(*claimed)))
     ids |= set(connection.scalars(select(SEGMENTS.c.group_id).where(SEGMENTS.c.rollout_id.in_(trained)).distinct()))
-    again = {"state": GroupState.PENDING, "claimed_by": None, "claim_token": None, "ended_at": None}
     beyond = (GROUPS.c.reached > from_step, GROUPS.c.rollout_id.in_(trained))
     connection.execute(update(GROUPS).where(*beyond).values(reached=None))
     for few in chunks(sorted(ids)):
         # First, as in ``delete_rollouts``: it waits for concurrent puts and appends and prevents later ones.
-        connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(again))
+        connection.execute(update(GROUPS).where(GROUPS.c.group_id.in_(few)).values(FREED))
         cut_segments(connection, few, dead)
         for table in (TRAJECTORIES, GROUP_IMAGES):
             connection.execute(delete(table).where(table.c.group_id.in_(few)))

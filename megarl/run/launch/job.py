@@ -28,7 +28,7 @@ from megarl.core.errors import (
     NonRetryableError,
 )
 from megarl.core.jobs import EXPLORE, ProcessKind, of_program
-from megarl.core.metrics import COMMAND, Timeline
+from megarl.core.metrics import COMMAND, END, NOTICE, RESTART, STOP_EVENT, Timeline
 from megarl.engines.client.leftovers import remove_stale_folders
 from megarl.engines.client.names import KEY_VARIABLE
 from megarl.learn.algorithms import job_of
@@ -41,12 +41,14 @@ from megarl.run.launch.records import fill_experts
 from megarl.run.nodes import health, node_agent
 from megarl.run.nodes.fit import Fit, fit, reductions
 from megarl.run.nodes.node import Allocation, LocalNode, Node, find, is_loopback
+from megarl.run.nodes.notice import Departures, ready
 from megarl.run.nodes.plan import NodeInfo, table
 from megarl.run.nodes.remote import Gathering, RemoteNode
 from megarl.run.postgres import Server
 from megarl.run.process.interrupt import INTERRUPT, StopRequest
 from megarl.run.process.process import ForkServers
 from megarl.run.process.reaper import Reaper
+from megarl.run.report.goodput import account_of
 from megarl.run.run_dir.changes import Change, changes_since_last_start
 from megarl.run.run_dir.owner import check_fence, held_locks, next_attempt, own_run_dir, run_id, run_key
 from megarl.run.run_dir.prepare import with_prompt_limit
@@ -205,6 +207,8 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
             write_report(run_dir, config.store.outage_s)
             log.info("%s", summary(run_dir, config.store.outage_s))
     if not finished:
+        if job.trains and (spent := account_of(run_dir)) is not None:
+            log.info("%s", spent.line())
         log.warning("stopped; run the same command again to resume")
     return 0 if finished else UNFINISHED
 
@@ -233,8 +237,9 @@ def run_attempts(
         others = gathering.wait(config.cluster.connect_timeout_s, stop_request.is_set) if allocation.nodes > 1 else []
         everybody = [*others]
         others = healthy_nodes(config, allocation, others)
-        for node in others:
-            node.stop_request = stop_request
+        if config.cluster.on_notice == "wait":
+            for node in others:
+                node.stop_request = stop_request
         for folder in remove_stale_folders(run_dir):
             log.info("removed %s, which a killed start of this run had left", folder)
         reaper = stack.enter_context(Reaper(lock))
@@ -255,7 +260,9 @@ def run_attempts(
         restarts, budget = Restarts(config.cluster.restarts), MicroBatchBudget()
         while True:
             with timeline.phase("prepare"):
-                fitted, nodes = _fitted(config, here, everybody, [node for node in others if node.is_there()])
+                there = ready(others) if config.cluster.on_notice == "go_on" else [n for n in others if n.is_there()]
+                fitted, nodes = _fitted(config, here, everybody, there)
+                asked = Departures(stop_request, [node for node in nodes if isinstance(node, RemoteNode)])
                 attempt = last = begin_attempt(config, stop_request, last)
                 if not job.joins:
                     shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # files of killed ranks
@@ -267,14 +274,17 @@ def run_attempts(
                 fitted.plan,
                 attempt,
                 restarts,
-                partial(begin_with_engines, fitted.config, stop_request, attempt),
+                timeline.phase(RESTART)(partial(begin_with_engines, fitted.config, stop_request, attempt)),
                 partial(_last_step, fitted.config),
             )
             try:
                 with timeline.phase("spawn"):
                     started = start_attempt(fitted.config, fitted.plan, nodes, attempt, key)
-                watch(started, stop_request, fitted.config, attempt, server, alone)
-                return
+                watch(started, asked, fitted.config, attempt, server, alone)
+                timeline.add(END, time.time(), 0.0)
+                if not asked.goes_on() or _is_finished(config) or not _still_fits(config, here, everybody, others):
+                    return
+                last = alone.attempt
             except (FencedError, NonRetryableError):
                 raise
             except JobError as error:
@@ -297,6 +307,8 @@ def run_attempts(
             finally:
                 if job.has(ProcessKind.ENGINE):
                     leave(config, alone.attempt)
+                if asked.at is not None:
+                    timeline.add(NOTICE, asked.at, time.time() - asked.at)
 
 
 def begin_attempt(config: Config, stop_request: StopRequest, last: int | None = None) -> int:
@@ -333,7 +345,7 @@ def begin_with_engines(config: Config, stop_request: StopRequest, first: int, la
     shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # files of killed ranks
     with closing(Store(config.store.url, outage_s=config.store.outage_s, program=job_of(config).program)) as store:
         store.begin_attempt(attempt, first)
-        _discard_rollouts(config, run_dir, store)
+        _discard_rollouts(config, run_dir, store, attempt)
         return Begun(attempt, store.journal.last_step())
 
 
@@ -373,6 +385,18 @@ def _fitted(
     if len(used) > 1:
         log.info("%s", table(fitted.plan, fitted.nodes))
     return fitted, [node for node in nodes if node.rank in used]
+
+
+def _still_fits(config: Config, here: LocalNode, others: Sequence[RemoteNode], left: Sequence[RemoteNode]) -> bool:
+    """Return True if the job fits the nodes that do not leave; logs why not."""
+    head = NodeInfo.of(here)
+    nodes = [NodeInfo.of(node) for node in left if not node.stop_request.is_set()]
+    try:
+        fit(config, [head, *map(NodeInfo.of, others)], [head, *nodes], check_sizes)
+    except (ConfigError, JobError) as error:
+        log.warning("%s: the job waits until it has its nodes again", error)
+        return False
+    return True
 
 
 def healthy_nodes(config: Config, allocation: Allocation, others: Sequence[RemoteNode]) -> list[RemoteNode]:
@@ -417,7 +441,7 @@ def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitt
     check_store_of_run(config, run_dir, store)
     store.journal.set_run_id(run_id(run_dir))
     if config.run.mode != "bench":  # a bench keeps its answers, which have one model
-        _discard_rollouts(config, run_dir, store)
+        _discard_rollouts(config, run_dir, store, attempt)
     for split, selected in tasks.items():
         if store.tasks.read(split) != selected.tasks:
             check_rows_of_run(config, store, split, selected.tasks)
@@ -433,8 +457,9 @@ def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitt
     store.close()
 
 
-def _discard_rollouts(config: Config, run_dir: Path, store: Store) -> None:
-    """Delete groups of earlier attempts that were requested with the newest checkpoint's weights or later ones."""
+def _discard_rollouts(config: Config, run_dir: Path, store: Store, attempt: int) -> None:
+    """Delete groups of earlier attempts that were requested with the newest checkpoint's weights or later ones. After
+    an attempt that stopped in order, groups of the checkpoint's weights stay."""
     found = latest(run_dir / "checkpoints")
     # Groups requested ahead have samples and verdicts of the earlier settings.
     changed = any(change.trains() for change in changes_since_last_start(config, run_dir))
@@ -442,4 +467,6 @@ def _discard_rollouts(config: Config, run_dir: Path, store: Store) -> None:
     for step in sorted(step for step in store.evaluations.uncounted().values() if step < from_step):
         log.warning("the evaluation of step %d was under way when the job ended: it is not measured", step)
         store.journal.record_event("supervisor", "evaluation_lost", {"step": step})
-    store.rollouts.discard(from_step, ahead=changed)
+    stopped = [event["data"] for event in store.journal.events(STOP_EVENT)]
+    in_order = {"step": from_step, "attempt": attempt - 1} in stopped[-1:]
+    store.rollouts.discard(from_step, ahead=changed, in_order=in_order and not changed)

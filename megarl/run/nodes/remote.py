@@ -133,7 +133,7 @@ class RemoteNode:
                         if (process := self.processes.get(name)) is not None:
                             process.showed(heartbeat)
                 case "stop":
-                    self.stop_request.count = max(1, self.stop_request.count)  # all nodes receive the same stop
+                    self.stop_request.ask(1)  # all nodes receive the same stop
                 case "answer":
                     self._replies[message["to"]] = message
             self._received.notify_all()

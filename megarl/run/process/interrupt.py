@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType
-from typing import Self
+from typing import Protocol, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -39,11 +40,21 @@ INTERRUPT = Interrupt()
 """The interrupt of this process."""
 
 
+class StopAsked(Protocol):
+    """Requests to stop a job."""
+
+    @property
+    def count(self) -> int:
+        """Number of requests: the first one saves, the third one ends at once."""
+
+
 class StopRequest:
     """Turns SIGINT and SIGTERM into a count: the first requests a resumable end, the third ends immediately."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.at: float | None = None
+        """Unix seconds of the first request."""
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
@@ -56,5 +67,10 @@ class StopRequest:
     def is_set(self) -> bool:
         return self.count > 0
 
+    def ask(self, count: int) -> None:
+        """Count ``count`` requests, unless there were more."""
+        self.count = max(count, self.count)
+        self.at = self.at or time.time()
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+        self.ask(self.count + 1)

@@ -16,6 +16,7 @@ from megarl.learn.memory.ledger import human
 from megarl.learn.memory.phases import Phase
 from megarl.run.report import offline, svg, text
 from megarl.run.report.data import Answer, LoggedAlarm, ReportData, alarms_of, changed_settings, load
+from megarl.run.report.goodput import CAUSES, account
 from megarl.run.report.pieces import CSS, HATCH, PIECES, reward_png, share_axis
 from megarl.run.report.svg import CONTAINER, WAITING, TimedPhase, last_start, rows, seconds_by_phase, seconds_by_step
 from megarl.run.report.text import (
@@ -96,6 +97,7 @@ def sections(run: ReportData, alarms: Sequence[LoggedAlarm]) -> list[Markup]:
         _answers,
         _lanes,
         _start_up,
+        _goodput,
         _phase_table,
         _prediction,
         _memory,
@@ -303,6 +305,21 @@ def _start_up(run: ReportData) -> Markup:
     drawn = Markup(svg.lanes_chart(lanes, start, end, {}))
     text = f"The last start, {end - start:.1f} s from the command until the engines had joined the trainer."
     return PIECES.section("Start", text, PIECES.card(drawn + _legend(_ordered(shown)), scroll=True))
+
+
+def _goodput(run: ReportData) -> Markup:
+    """Return the table of the wall time's causes."""
+    spent = account(run.timelines, run.steps_done, running=run.running)
+    if spent is None:
+        return Markup()
+    body: list[tuple[str, ...]] = [
+        (cause, CAUSES[cause], f"{seconds:.1f}", f"{seconds / spent.wall_s:.1%}")
+        for cause, seconds in spent.seconds.items()
+    ]
+    body.append(("all", "", f"{spent.wall_s:.1f}", ""))
+    text = f"{spent.goodput:.1%} of {duration(spent.wall_s)} since the first start are in steps that are kept."
+    table = PIECES.table(("cause", "meaning", "seconds", "share"), body, numeric=(2, 3))
+    return PIECES.section("Goodput", text, PIECES.card(table))
 
 
 def _phase_table(run: ReportData) -> Markup:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from megarl.config.schema import EvaluationConfig
 from megarl.run.report import offline
 from megarl.run.report.data import Answer, EvaluationResult, ReportData, load
+from megarl.run.report.goodput import account
 
 EXCLUDED = "rollout/{}/excluded/"
 MEANINGS = {
@@ -141,6 +142,8 @@ def summary(run_dir: Path, outage_s: float = 0.0) -> str:
         lines.append(f"{'change':<16}{gain:>+10.1f} points")
     if (left_out := excluded_line(run)) is not None:
         lines.append(left_out)
+    if (spent := account(run.timelines, run.steps_done, running=run.running)) is not None:
+        lines.append(spent.line())
     if run.samples:
         lines += ["", f"{len(run.samples)} sample answers:", ""]
         table = [("question", "truth", "before", "after")]

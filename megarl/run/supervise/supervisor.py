@@ -22,7 +22,7 @@ from megarl.run.nodes.node import LocalNode, Node, NotStarted, Process, Spec, St
 from megarl.run.nodes.plan import NodeInfo, Plan, workers_of
 from megarl.run.postgres import Server
 from megarl.run.process import ports
-from megarl.run.process.interrupt import StopRequest
+from megarl.run.process.interrupt import StopAsked
 from megarl.run.run_dir.owner import check_fence
 from megarl.run.supervise.engines import (
     LOOK_OFTEN_S,
@@ -161,7 +161,7 @@ def stop(started: Sequence[Started], grace_s: float) -> None:
 
 def watch(
     started: Sequence[Started],
-    stop_request: StopRequest,
+    stop_request: StopAsked,
     config: Config,
     attempt: int | None = None,
     server: Server | None = None,

@@ -1,0 +1,57 @@
+"""What a start leaves of a rollout that the last attempt's stop request cut off."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megarl.buffer.store import Claim, Store
+from megarl.core.metrics import STOP_EVENT
+from megarl.core.schema import WeightsVersion
+from megarl.run.launch import job
+from tests.stores import VERSION, finish, make_segment, make_task, request
+from tests.unit.small_job import config_of
+
+
+def cut_off(tmp_path: Path, data: dict[str, int] | None) -> tuple[Store, Claim]:
+    """The store after another start: one group was whole, one had a segment, when a trainer ended with event
+    ``data``."""
+    config = config_of(tmp_path)
+    job.fill_store(config, {}, 1, config)
+    store = Store(config.store.url, attempt=1)
+    store.pacing.record_version(VERSION, 0)
+    store.pacing.record_live(VERSION)
+    store.tasks.add("train", [make_task(i) for i in range(3)])
+    request(store, "train-000000", groups=3)
+    whole, claim = store.groups.claim("explorer", 2)
+    assert finish(store, whole)
+    store.segments.append([(claim, make_segment(0))])
+    store.rollouts.request("eval-before", "eval", 0, VERSION, ["train/0"], 1, {})
+    if data is not None:
+        store.journal.record_event("trainer", STOP_EVENT, data)
+    store.close()
+    job.fill_store(config, {}, 2, config)
+    return Store(config.store.url, attempt=2), claim
+
+
+def test_responses_of_the_saved_weights_go_on(tmp_path: Path) -> None:
+    store, claim = cut_off(tmp_path, {"step": 0, "attempt": 1})
+    assert store.rollouts.progress("train-000000") == (1, 3)
+    assert store.rollouts.progress("eval-before") == (0, 0), "it is asked for again"
+    again = WeightsVersion(2, 1)
+    assert store.groups.claim("another", 3) == [], "no engine has the weights yet"
+    store.pacing.record_version(again, 0)
+    store.pacing.record_live(again)
+    first, other = store.groups.claim("another", 3)
+    assert [one.group_id for one in (first, other)] == [claim.group_id, "train-000000/2"]
+    assert [len(segment.token_ids) for segment in first.segments[0]] == [4] and not other.segments
+    store.close()
+
+
+@pytest.mark.parametrize("data", [None, {"step": 1, "attempt": 1}, {"step": 0, "attempt": 0}])
+def test_those_of_weights_that_may_be_lost_do_not(tmp_path: Path, data: dict[str, int] | None) -> None:
+    """After a kill, a stop at another step, or a kill of the attempt after the stopped one."""
+    store, _ = cut_off(tmp_path, data)
+    assert store.rollouts.progress("train-000000") == (0, 0)
+    store.close()
