@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 from megarl.buffer.store import Store, is_outline, with_arrays
@@ -33,7 +33,9 @@ class ComparedTurns(Part):
         self._config, self._store, self._reporter = config, store, reporter
         self._number = config.alarms.trajectories if context.rank == 0 else 0
         self._templates: Templates | None = None
-        self._outlines: dict[tuple[str, int], Trajectory] = {}
+        self._elsewhere: dict[tuple[str, int], Trajectory] = {}
+        """Trajectories of the step, of which rank 0 may hold others than those that are read; empty without data
+        parallelism."""
         self._whole: dict[tuple[str, int], Trajectory] = {}
         """Trajectories of the step that are read, by (group id, index)."""
         self._tasks: dict[str, Task] = {}
@@ -43,15 +45,18 @@ class ComparedTurns(Part):
     def before_batch(self, state: TrainState, data: StepData) -> None:
         """Read trajectories right after other alarms have read some: a query after other work takes ten times as
         long."""
-        if self._number:
-            self._outlines = {(each.group_id, each.index): each for each in data.trajectories}
-            self._read(spread(list(self._outlines), self._number, state.step))
+        if not self._number:
+            return
+        self._read(spread(data.trajectories, self._number, state.step))
+        if self._config.parallel.dp > 1:
+            self._elsewhere = {(each.group_id, each.index): each for each in data.trajectories}
 
     def before_update(self, state: TrainState, batch: StepBatch) -> None:
         chosen = self._chosen(state, batch)
-        self._read({(batch.rows[number].group_id, batch.rows[number].index) for _, number, _ in chosen})
+        keys = {(batch.rows[number].group_id, batch.rows[number].index) for _, number, _ in chosen}
+        self._read([self._elsewhere[key] for key in sorted(keys - self._whole.keys())])
         whole, tasks = self._whole, self._tasks
-        self._outlines, self._whole, self._tasks = {}, {}, {}
+        self._elsewhere, self._whole, self._tasks = {}, {}, {}
         if not chosen:
             return
         if self._templates is None:
@@ -85,9 +90,12 @@ class ComparedTurns(Part):
         sampled = [(place, number) for place, number in enumerate(numbers) if number < len(rows)]
         if not sampled or not self._number:
             return []
-        is_read = [(rows[number].group_id, rows[number].index) in self._whole for _, number in sampled]
-        others = [one for one, read in zip(sampled, is_read, strict=True) if not read]
-        few = spread([one for one, read in zip(sampled, is_read, strict=True) if read], self._number, state.step)
+        keys = [(rows[number].group_id, rows[number].index) for _, number in sampled]
+        read = [one for one, key in zip(sampled, keys, strict=True) if key in self._whole]
+        others = [
+            one for one, key in zip(sampled, keys, strict=True) if key in self._elsewhere and key not in self._whole
+        ]
+        few = spread(read, self._number, state.step)
         few += spread(others, self._number - len(few), state.step)
         counts, ordinals = Counter[tuple[str, int]](), dict[int, int]()
         chosen = {(rows[number].group_id, rows[number].index) for _, number in few}
@@ -97,19 +105,18 @@ class ComparedTurns(Part):
                 counts[key] += 1
         return [(place, number, ordinals[number]) for place, number in few]
 
-    def _read(self, keys: Collection[tuple[str, int]]) -> None:
-        """Read trajectories, by (group id, index), and their tasks, unless they are read."""
-        new = [self._outlines[key] for key in sorted(keys) if key not in self._whole]
-        if not new:
+    def _read(self, outlines: Sequence[Trajectory]) -> None:
+        """Read the arrays and tasks of some trajectories."""
+        if not outlines:
             return
         wanted: dict[str, list[int]] = {}
-        for each in filter(is_outline, new):
+        for each in filter(is_outline, outlines):
             wanted.setdefault(each.group_id, []).append(each.index)
         arrays = self._store.groups.arrays(wanted) if wanted else {}
-        for each in new:
+        for each in outlines:
             key = each.group_id, each.index
             self._whole[key] = with_arrays(each, arrays[key]) if is_outline(each) else each
-        self._tasks |= self._store.facts.tasks({each.task_id for each in new})
+        self._tasks |= self._store.facts.tasks({each.task_id for each in outlines})
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:
         metrics |= {f"alarm/{name}": float(number) for name, number in self._found.items()}
