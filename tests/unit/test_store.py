@@ -786,6 +786,7 @@ def test_every_write_is_in_the_table_of_writes(store: Store) -> None:
         "groups.successes",
         "groups.take",
         "groups.trajectories",
+        "groups.whole",
         "journal.events",
         "journal.excluded",
         "journal.has_begun",

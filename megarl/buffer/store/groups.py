@@ -31,7 +31,15 @@ from sqlalchemy import (
 
 from megarl.buffer.store import claims
 from megarl.buffer.store.claims import Claim, EndedGroup, SegmentTable, images_of
-from megarl.buffer.store.codec import OutlineRow, has_bounds, outline_from_row, trajectory_from_row, trajectory_to_row
+from megarl.buffer.store.codec import (
+    OutlineRow,
+    has_bounds,
+    is_outline,
+    outline_from_row,
+    trajectory_from_row,
+    trajectory_to_row,
+    with_arrays,
+)
 from megarl.buffer.store.tables import (
     GROUP_IMAGES,
     GROUPS,
@@ -214,6 +222,14 @@ class GroupTable:
             rows: Sequence[Row[Any]] = self._database.read(lambda c, given=given: c.execute(ARRAYS, given).all())  # type: ignore[misc]
             found |= {(row.group_id, row.number): load_tensors(row.tensors) for row in rows}
         return found
+
+    def whole(self, trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+        """Return trajectories in the same order, outlines with their arrays. Raises StoreDamagedError."""
+        members: dict[str, list[int]] = {}
+        for one in filter(is_outline, trajectories):
+            members.setdefault(one.group_id, []).append(one.index)
+        arrays = self.arrays(members) if members else {}
+        return [with_arrays(one, arrays[one.group_id, one.index]) if is_outline(one) else one for one in trajectories]
 
     def images(self, group_ids: Sequence[str]) -> dict[str, bytes]:
         """Return digest -> file of these groups' images that are not their tasks' images."""

@@ -29,7 +29,7 @@ class GroupFacts(NamedTuple):
 
 
 class FactTable:
-    """Queries of checks. Their time is that of a few rows, except ``steps_of_versions``."""
+    """Queries of checks. Their time is that of a few rows."""
 
     def __init__(self, database: Transactions) -> None:
         self._database = database
@@ -53,9 +53,9 @@ class FactTable:
         rows = self._database.read(lambda connection: connection.execute(query).all())
         return sorted((GroupFacts(*row) for row in rows), key=lambda group: (group.rollout_id, group.position))
 
-    def steps_of_versions(self) -> dict[str, int]:
-        """Return version -> steps of training in these weights, for all published versions."""
-        query = select(VERSIONS.c.version, VERSIONS.c.step)
+    def steps_of_versions(self, versions: Collection[str]) -> dict[str, int]:
+        """Return version -> steps of training in these weights, for those of ``versions`` that were published."""
+        query = select(VERSIONS.c.version, VERSIONS.c.step).where(VERSIONS.c.version.in_(list(versions)))
         return {row.version: row.step for row in self._database.read(lambda c: c.execute(query).all())}
 
     def seeds(self, after: int) -> list[tuple[int, str, int | None]]:

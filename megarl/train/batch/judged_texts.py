@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from megarl.buffer.store import Store, is_outline, with_arrays
+from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.core.schema import Reward, Task, Trajectory
 from megarl.core.text import opens_thinking
@@ -24,15 +24,9 @@ class JudgedTexts:
     def of(self, chosen: Sequence[Trajectory]) -> Iterator[tuple[Trajectory, Task, str, bool]]:
         """Yield (trajectory, task, text, in_thinking) of those whose task the store has, in order."""
         tasks = self._store.facts.tasks({one.task_id for one in chosen})
-        members: dict[str, list[int]] = {}
-        for one in filter(is_outline, chosen):
-            members.setdefault(one.group_id, []).append(one.index)
-        arrays = self._store.groups.arrays(members)
         tokenizer = self._tokenizer = self._tokenizer or ChatTokenizer.of(self._config)
-        for one in chosen:
-            if (task := tasks.get(one.task_id)) is not None:
-                key = one.group_id, one.index
-                whole = with_arrays(one, arrays[key]) if is_outline(one) else one
+        for whole in self._store.groups.whole(chosen):
+            if (task := tasks.get(whole.task_id)) is not None:
                 context, response = whole.answered()
                 in_thinking = opens_thinking(tokenizer.decode(context, special=True))
                 yield whole, task, tokenizer.decode(response), in_thinking

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
-from megarl.buffer.store import Store, is_outline, with_arrays
+from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.core.schema import Task, Trajectory, name_of
 from megarl.tasks import ChatTokenizer
@@ -109,13 +109,7 @@ class ComparedTurns(Part):
         """Read the arrays and tasks of some trajectories."""
         if not outlines:
             return
-        wanted: dict[str, list[int]] = {}
-        for each in filter(is_outline, outlines):
-            wanted.setdefault(each.group_id, []).append(each.index)
-        arrays = self._store.groups.arrays(wanted) if wanted else {}
-        for each in outlines:
-            key = each.group_id, each.index
-            self._whole[key] = with_arrays(each, arrays[key]) if is_outline(each) else each
+        self._whole |= {(each.group_id, each.index): each for each in self._store.groups.whole(outlines)}
         self._tasks |= self._store.facts.tasks({each.task_id for each in outlines})
 
     def after_step(self, state: TrainState, metrics: Metrics) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megarl.buffer.store import Store, is_outline, with_arrays
+from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.core.schema import Trajectory, name_of
 from megarl.train.part import Metrics, Part, StepData
@@ -27,13 +27,7 @@ class EqualEpisodes(Part):
     def before_batch(self, state: TrainState, data: StepData) -> None:
         if not self._is_first:
             return
-        some = data.trajectories[:MOST]
-        members: dict[str, list[int]] = {}
-        for one in filter(is_outline, some):
-            members.setdefault(one.group_id, []).append(one.index)
-        arrays = self._store.groups.arrays(members) if members else {}
-        whole = [with_arrays(one, arrays[one.group_id, one.index]) if is_outline(one) else one for one in some]
-        ended = broken_episodes(whole)
+        ended = broken_episodes(self._store.groups.whole(data.trajectories[:MOST]))
         if ended:
             self._found = len(ended)
             self._reporter.log(

@@ -10,7 +10,7 @@ exp(-s^2 / (2 (v + s/3))). The negative exponent is the evidence, in nats.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -172,7 +172,7 @@ def whole_responses(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
     row = np.repeat(np.arange(number), held.numpy())
     within = np.arange(len(row)) - np.repeat((held.cumsum(0) - held).numpy(), held.numpy())
     longest = int(held.max()) if number else 0
-    factors = np.random.default_rng(0).integers(2**63, size=longest, dtype=np.uint64) * 2 + 1
+    factors = _odd_numbers(-(-longest // 64) * 64)
     texts = np.zeros(number, dtype=np.uint64)
     np.add.at(texts, row, (sequences.tokens.numpy()[places + 1].astype(np.uint64) + 1) * factors[within])
     texts = np.where(held.numpy() > 0, (texts >> 2) + 1, 0).astype(np.int64)
@@ -181,6 +181,11 @@ def whole_responses(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
     if given is not None:
         logp.index_add_(0, torch.from_numpy(row), given[sequences.sampled].double())
     return torch.from_numpy(texts), logp
+
+
+@lru_cache(1)
+def _odd_numbers(count: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(2**63, size=count, dtype=np.uint64) * 2 + 1
 
 
 def some_of(sequences: Sequences, rows: int, most: int) -> Sequences | None:

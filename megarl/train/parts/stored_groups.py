@@ -56,7 +56,10 @@ class StoredGroups(Part):
                 f"{groups.report.groups} new and {len(replayed)} used groups were read, and a step has {wanted}"
             )
         new = [one for one in data.trajectories if one.group_id not in replayed]
-        lags = lags_of(new, facts.steps_of_versions() if groups.lags is not None else {}, state.step)
+        lags = Counter[tuple[str, int]]()
+        if groups.lags is not None:
+            named = {str(span.version) for one in new for turn in one.turns for span in turn.spans}
+            lags = lags_of(new, facts.steps_of_versions(named), state.step)
         given = {str(version): lag for version, lag in (groups.lags or {}).items()}
         self._found |= wrong_lags(lags, given, config.sync.max_staleness)
         self._compare_order(state, [row.task_id for row in rows if row.rollout_id == rollout_id(state.step)])
