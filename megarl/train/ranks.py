@@ -14,7 +14,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Self, TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -27,6 +26,7 @@ from megarl.core.jobs import PROGRAM, TRAIN, ProcessKind
 from megarl.core.kept_batches import KeptBatch, KeptValues, forget_after, path_of, values_path
 from megarl.core.metrics import CONSOLE, DROPPED, MetricWriter, Sums, Timeline, console_line
 from megarl.core.processes import heartbeat
+from megarl.core.processes.machine import born
 from megarl.core.text import Repeats
 from megarl.learn import algorithms
 from megarl.tasks import recorded
@@ -212,8 +212,7 @@ class Reporter:
 
     def record_start(self) -> None:
         """Add the seconds since the process began to the timeline."""
-        born = psutil.Process().create_time()
-        self.timeline.add("start", born, time.time() - born, attempt=self._context.attempt)
+        self.timeline.add("start", born(), time.time() - born(), attempt=self._context.attempt)
 
     def open(self, state: TrainState) -> None:
         """Begin to write metrics; earlier metrics count up to ``state``."""

@@ -96,10 +96,18 @@ def start_ticks(pid: int) -> int | None:
 
 
 def started_at(pid: int) -> float | None:
-    """Start of a process in Unix seconds; ``None`` if it has ended."""
-    booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+    """Start of a process in Unix seconds, to a clock tick (10 ms); ``None`` if it has ended."""
     ticks = start_ticks(pid)
-    return None if booted is None or ticks is None else int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK")
+    # ``btime`` of /proc/stat, which psutil adds to, is a whole second.
+    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return None if ticks is None else booted + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def born() -> float:
+    """Start of this process in Unix seconds."""
+    started = started_at(os.getpid())
+    assert started is not None, "this process has not ended"
+    return started
 
 
 def available_memory() -> int:

@@ -16,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import TIMELINE, Timeline
+from megarl.core.processes.machine import born
 
 PLUGIN = "megarl"
 """Entry point of the groups ``vllm.general_plugins`` and ``vllm.endpoint_plugins``, and name of the weight backend."""
@@ -56,7 +55,7 @@ def record_phase(name: str) -> None:
     """Record the time since the last phase, or since this process's start, in the engine's timeline."""
     if (place := os.environ.get(TIMELINE)) is None:
         return
-    begin, now = (_since or [psutil.Process().create_time()])[-1], time.time()
+    begin, now = (_since or [born()])[-1], time.time()
     _since[:] = [now]
     with suppress(OSError):
         Timeline(Path(place).parent, Path(place).name).add(name, begin, now - begin)

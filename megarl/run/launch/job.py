@@ -14,8 +14,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from megarl.buffer.store import Store
 from megarl.config import Config, save_resolved
 from megarl.core.errors import (
@@ -29,6 +27,7 @@ from megarl.core.errors import (
 )
 from megarl.core.jobs import EXPLORE, ProcessKind, of_program
 from megarl.core.metrics import COMMAND, END, NOTICE, RESTART, STOP_EVENT, Timeline
+from megarl.core.processes.machine import born
 from megarl.engines.client.leftovers import remove_stale_folders
 from megarl.engines.client.names import KEY_VARIABLE
 from megarl.learn.algorithms import job_of
@@ -167,8 +166,7 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
             fetch_newer(run_dir, config.trainer.remote)  # with the number of the attempt that wrote it
         last = current_attempt(run_dir, program)  # a higher number from here on means that another job has taken over
         timeline = Timeline(run_dir / "timeline", of_program(COMMAND, program))
-        born = psutil.Process().create_time()
-        timeline.add("import", born, time.time() - born, attempt=last + 1)
+        timeline.add("import", born(), time.time() - born(), attempt=last + 1)
         tasks: Mapping[str, Selected] = {}
         if not job.joins:
             with timeline.phase("check"):

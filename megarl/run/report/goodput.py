@@ -35,6 +35,8 @@ SAVING = frozenset({"checkpoint", "export"})
 RANK = "trainer_0"
 _SLACK_S = 1e-3
 """Rounding of recorded times."""
+_TICK_S = 0.02
+"""Most seconds by which a command's start is recorded too early: a clock tick, twice."""
 
 
 class Spent(NamedTuple):
@@ -213,7 +215,7 @@ def _filled(marks: _Marks, pieces: Iterable[Spent], begin: float, end: float, la
 
 def _gap(marks: _Marks, start: float, end: float, otherwise: str) -> Iterator[Spent]:
     """Yield the causes of a span in which the rank recorded nothing; ``otherwise``: the cause within one attempt."""
-    commands, again = marks.within(marks.commands, start, end), marks.within(marks.again, start, end)
+    commands, again = marks.within(marks.commands, start - _TICK_S, end), marks.within(marks.again, start, end)
     parts: list[tuple[str, float]] = []
     cause = "lost work" if marks.ranks and start > marks.ranks[0] else "start"
     for command in commands:
