@@ -1,8 +1,8 @@
 """Seconds that the death of a trainer rank costs: ``python benchmarks/death.py [--kills N] [--write]``.
 
 Trains quickstart's model on two data-parallel ranks with a separate engine, a checkpoint at each step. Ranks are killed
-by SIGKILL at random moments, at least two steps after the last one. Engines and explorers must keep their processes,
-and the final weights must equal, bit for bit, those of a job without kills.
+by SIGKILL at random moments, at least two steps after the last one. Engines and explorers must keep their processes.
+The final weights must have the bits of a job without kills.
 """
 
 from __future__ import annotations

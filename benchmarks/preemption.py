@@ -2,8 +2,7 @@
 
 Trains quickstart's model on two data-parallel ranks with a separate engine. Every few steps, at a random moment, the
 job gets SIGTERM; it saves, ends with status 130, and the same command is given again at once, as by a requeue. Every
-second from the first start to the end is accounted for by cause. The final weights must equal those of a job that was
-not preempted.
+second from the first start to the end has a cause. The final weights must have the bits of a job without preemptions.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class Exam:
         name: Of its outcome.
         job: Key of ``jobs.JOBS``.
         fault: None in a healthy job.
-        settings: Settings added to those of the job and of the faults.
+        settings: Further settings of the job.
         times: Factor of the job's number of steps.
         beside: Further faults in the same job, with alarms of their own.
     """
@@ -89,7 +89,7 @@ class Exam:
 
     @property
     def own(self) -> tuple[str, ...]:
-        """Settings that the faults and ``settings`` add to those of the job."""
+        """Settings of all faults, then ``settings``."""
         return (*(setting for fault in self.faults for setting in fault.settings), *self.settings)
 
     def needs(self, model: str) -> bool:

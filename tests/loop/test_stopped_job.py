@@ -1,5 +1,5 @@
-"""A job that gets notice in the middle of a rollout: what was sampled is kept, and the results are those of a job
-without notice."""
+"""A job that gets notice in the middle of a rollout keeps its samples, and ends with the bits of a job without
+notice."""
 
 from __future__ import annotations
 

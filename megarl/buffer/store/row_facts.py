@@ -54,7 +54,7 @@ class FactTable:
         return sorted((GroupFacts(*row) for row in rows), key=lambda group: (group.rollout_id, group.position))
 
     def steps_of_versions(self, versions: Collection[str]) -> dict[str, int]:
-        """Return version -> steps of training in these weights, for those of ``versions`` that were published."""
+        """Return the number of training steps of each version, without versions that were never published."""
         query = select(VERSIONS.c.version, VERSIONS.c.step).where(VERSIONS.c.version.in_(list(versions)))
         return {row.version: row.step for row in self._database.read(lambda c: c.execute(query).all())}
 

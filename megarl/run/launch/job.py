@@ -47,7 +47,6 @@ from megarl.run.postgres import Server
 from megarl.run.process.interrupt import INTERRUPT, StopRequest
 from megarl.run.process.process import ForkServers
 from megarl.run.process.reaper import Reaper
-from megarl.run.report.goodput import account_of
 from megarl.run.run_dir.changes import Change, changes_since_last_start
 from megarl.run.run_dir.owner import check_fence, held_locks, next_attempt, own_run_dir, run_id, run_key
 from megarl.run.run_dir.prepare import with_prompt_limit
@@ -205,6 +204,8 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
             write_report(run_dir, config.store.outage_s)
             log.info("%s", summary(run_dir, config.store.outage_s))
     if not finished:
+        from megarl.run.report.goodput import account_of
+
         if job.trains and (spent := account_of(run_dir)) is not None:
             log.info("%s", spent.line())
         log.warning("stopped; run the same command again to resume")

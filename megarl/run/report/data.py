@@ -178,9 +178,7 @@ def load(run_dir: Path, outage_s: float = 0.0, *, read_only: bool = False) -> Re
         raise ConfigError(f"{run_dir} has no resolved.json; give the directory of a run, e.g. runs/quickstart")
     config = load_resolved(run_dir / "resolved.json")
     notes: list[str] = []
-    timelines = {p.stem: _phases(_records(p, notes)) for p in sorted((run_dir / "timeline").glob("*.jsonl"))}
-    if COMMAND in timelines:
-        timelines[COMMAND] = tuple(without_refused(timelines[COMMAND]))
+    timelines = timelines_of(run_dir, notes)
     written = {r["step"]: r for r in _records(run_dir / "metrics.jsonl", notes) if any(k.startswith("sft/") for k in r)}
     steps: list[tuple[int, dict[str, float]]] = []
     tasks: list[Task] = []
@@ -220,13 +218,22 @@ def load(run_dir: Path, outage_s: float = 0.0, *, read_only: bool = False) -> Re
         learned=len((right[1] - right[0]) & both),
         unlearned=len((right[0] - right[1]) & both),
         samples=_samples(tasks, list(answers.values()), located(config, run_dir, config.model.path), notes),
-        timelines={name: phases for name, phases in timelines.items() if phases},
+        timelines=timelines,
         dropped=_dropped(dropped),
         notes=tuple(notes),
         engines=tuple(engines),
         running=is_running(run_dir),
         prediction=next(iter(_records(run_dir / "prediction.json", notes)), None),
     )
+
+
+def timelines_of(run_dir: Path, notes: list[str]) -> dict[str, tuple[TimedPhase, ...]]:
+    """Return process -> phases, without starts that were refused and processes that recorded none. ``notes`` gets a
+    line for each file with unreadable lines."""
+    timelines = {p.stem: _phases(_records(p, notes)) for p in sorted((run_dir / "timeline").glob("*.jsonl"))}
+    if COMMAND in timelines:
+        timelines[COMMAND] = tuple(without_refused(timelines[COMMAND]))
+    return {name: phases for name, phases in timelines.items() if phases}
 
 
 # ------------------------------------------------------------------- settings

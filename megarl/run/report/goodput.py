@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.core.metrics import COMMAND, END, NOTICE, RESTART, records
-from megarl.run.report.svg import CONTAINER, TimedPhase, exclusive, without_refused
+from megarl.run.report.data import timelines_of
+from megarl.run.report.svg import CONTAINER, TimedPhase, exclusive
 
 STEPS = "steps"
 CAUSES = {
@@ -95,16 +96,8 @@ class SecondsByCause:
 
 def account_of(run_dir: Path) -> SecondsByCause | None:
     """Return the account of a run that has ended or stopped; None if no trainer rank has recorded a phase."""
-    timelines = {
-        path.stem: tuple(
-            TimedPhase(r["phase"], r["start"], r["start"] + r["seconds"], r.get("step")) for r in records(path)
-        )
-        for path in (run_dir / "timeline").glob("*.jsonl")
-    }
-    if COMMAND in timelines:
-        timelines[COMMAND] = tuple(without_refused(timelines[COMMAND]))
     done = [r["step"] for r in records(run_dir / "metrics.jsonl") if "training/global_step" in r]
-    return account(timelines, max(done, default=0))
+    return account(timelines_of(run_dir, []), max(done, default=0))
 
 
 def account(
@@ -152,24 +145,24 @@ class _Marks:
             return True
         return bisect_right(self.commands, self.ranks[last - 1]) < bisect_right(self.commands, self.ranks[last])
 
-    def within(self, moments: Sequence[float], start: float, end: float) -> Sequence[float]:
-        """Return those of sorted moments that lie in a span."""
-        return moments[bisect_left(moments, start - _SLACK_S) : bisect_right(moments, end + _SLACK_S)]
+
+def _within(moments: Sequence[float], start: float, end: float) -> Sequence[float]:
+    """Return the sorted moments from ``start`` to ``end``."""
+    return moments[bisect_left(moments, start - _SLACK_S) : bisect_right(moments, end + _SLACK_S)]
 
 
 def _pieces(marks: _Marks, rank: Sequence[TimedPhase], steps_done: int) -> Iterator[Spent]:
     """Yield the phases of the rank without overlap, each with its cause."""
     last = {(p.name, p.step): p.start for p in sorted(rank, key=lambda p: p.start)}
     finished = [p for p in rank if p.name == CONTAINER or p.name in {"warm_start", "evaluation", *SAVING, *START_UP}]
-    steps = {p.start for p in rank if p.name == CONTAINER}
-    at = sorted(steps)
+    steps = sorted(p.start for p in rank if p.name == CONTAINER)
     evaluations = {p.start: p for p in rank if p.name == "evaluation"}
     ends = _ends_of_attempts(marks, finished)
     for piece in exclusive(rank):
         cause = "between"
         evaluation = evaluations.get(piece.start)
         if piece.step is not None:
-            begun = at[bisect_right(at, piece.start + _SLACK_S) - 1]
+            begun = steps[bisect_right(steps, piece.start + _SLACK_S) - 1]
             is_kept = piece.step < steps_done and begun == last[CONTAINER, piece.step]
             cause = STEPS if is_kept else "lost work"
         if cause == "lost work":
@@ -215,7 +208,7 @@ def _filled(marks: _Marks, pieces: Iterable[Spent], begin: float, end: float, la
 
 def _gap(marks: _Marks, start: float, end: float, otherwise: str) -> Iterator[Spent]:
     """Yield the causes of a span in which the rank recorded nothing; ``otherwise``: the cause within one attempt."""
-    commands, again = marks.within(marks.commands, start - _TICK_S, end), marks.within(marks.again, start, end)
+    commands, again = _within(marks.commands, start - _TICK_S, end), _within(marks.again, start, end)
     parts: list[tuple[str, float]] = []
     cause = "lost work" if marks.ranks and start > marks.ranks[0] else "start"
     for command in commands:
@@ -225,8 +218,8 @@ def _gap(marks: _Marks, start: float, end: float, otherwise: str) -> Iterator[Sp
         cause = "start"
     if commands:
         parts.append(("start", end))
-    elif marks.within(marks.ranks, start, end) or again:
-        is_end = bool(marks.within(marks.ends, start, end))
+    elif _within(marks.ranks, start, end) or again:
+        is_end = bool(_within(marks.ends, start, end))
         parts.append(("between" if is_end else cause, again[0] if again else end))
         parts.append(("between" if is_end else "start" if marks.is_first(end) else RESTART, end))
     else:

@@ -172,7 +172,7 @@ def whole_responses(sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
     row = np.repeat(np.arange(number), held.numpy())
     within = np.arange(len(row)) - np.repeat((held.cumsum(0) - held).numpy(), held.numpy())
     longest = int(held.max()) if number else 0
-    factors = _odd_numbers(-(-longest // 64) * 64)
+    factors = _odd_numbers(-(-longest // 64) * 64)  # rounded up, so that most steps need the same
     texts = np.zeros(number, dtype=np.uint64)
     np.add.at(texts, row, (sequences.tokens.numpy()[places + 1].astype(np.uint64) + 1) * factors[within])
     texts = np.where(held.numpy() > 0, (texts >> 2) + 1, 0).astype(np.int64)
