@@ -204,8 +204,6 @@ COMMAND = "command"
 NOTICE, RESTART, END = "notice", "restart", "end"
 """Phases of the command: from a stop request until all processes have ended; restart of trainer ranks alone; the moment
 at which all processes have ended in order."""
-STOP_EVENT = "stopped"
-"""Kind of the store event with the step that a trainer has saved on a stop request."""
 DROPPED = "dropped"
 """Kind of the store event with the reasons why groups of a step were dropped."""
 TIMELINE = "MEGARL_TIMELINE"

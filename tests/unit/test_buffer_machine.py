@@ -109,7 +109,7 @@ class Jobs(RuleBasedStateMachine):
         self.attempt += 1
         self.store = Store(self.url)
         self.kill = Kill(self.store)
-        self.store.rollouts.discard(self.saved)
+        self.store.rollouts.discard(self.saved, saved=self.saved > 0)
         self.trained = {step: groups for step, groups in self.trained.items() if step <= self.saved}
         for number in (0, 1):
             self.explorer_dies(number)

@@ -102,7 +102,7 @@ class Job(OnlineSteps):
         self.run, config, self.random, self.trained = run, run.config, run.random, state.step
         supervisor = Store(run.url)
         supervisor.begin_attempt(attempt)
-        supervisor.rollouts.discard(state.step)
+        supervisor.rollouts.discard(state.step, saved=state.step > 0, claims=True)
         supervisor.close()
         self.store = Store(run.url, attempt=attempt)
         asked_once(self.store.rollouts)

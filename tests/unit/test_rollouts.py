@@ -328,6 +328,11 @@ def test_groups_that_say_nothing_are_replaced_until_there_are_enough(tmp_path: P
     # All of them belong to the step: the trainer that resumes there forgets them, one that is past it keeps them.
     s.store.rollouts.discard(4)
     assert all(s.store.rollouts.progress(name) == (4, 4) for name in found.rollout_ids)
+    s.store.journal.record_step(4, {}, found.used)
+    s.store.rollouts.discard(3, saved=True)
+    assert all(s.store.rollouts.progress(name) == (4, 4) for name in found.rollout_ids)
+    kept = s.groups()
+    assert kept is not None and kept.used == found.used and kept.metrics == m
     s.store.rollouts.discard(3)
     assert all(s.store.rollouts.progress(name) == (0, 0) for name in found.rollout_ids)
     again = s.groups()

@@ -1,22 +1,19 @@
-"""What a start leaves of a rollout that the last attempt's stop request cut off."""
+"""Starts keep the samples of the checkpoint's weights."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from megarl.buffer.store import Claim, Store
-from megarl.core.metrics import STOP_EVENT
 from megarl.core.schema import WeightsVersion
 from megarl.run.launch import job
 from tests.stores import VERSION, finish, make_segment, make_task, request
 from tests.unit.small_job import config_of
+from tests.unit.test_resume import finished_checkpoint
 
 
-def cut_off(tmp_path: Path, data: dict[str, int] | None) -> tuple[Store, Claim]:
-    """The store after another start: one group was whole, one had a segment, when a trainer ended with event
-    ``data``."""
+def cut_off(tmp_path: Path, saved: bool) -> tuple[Store, Claim]:
+    """The store after another start: one group was whole, one had a segment, when all processes ended."""
     config = config_of(tmp_path)
     job.fill_store(config, {}, 1, config)
     store = Store(config.store.url, attempt=1)
@@ -28,15 +25,15 @@ def cut_off(tmp_path: Path, data: dict[str, int] | None) -> tuple[Store, Claim]:
     assert finish(store, whole)
     store.segments.append([(claim, make_segment(0))])
     store.rollouts.request("eval-before", "eval", 0, VERSION, ["train/0"], 1, {})
-    if data is not None:
-        store.journal.record_event("trainer", STOP_EVENT, data)
     store.close()
+    if saved:
+        finished_checkpoint(tmp_path, 0)
     job.fill_store(config, {}, 2, config)
     return Store(config.store.url, attempt=2), claim
 
 
 def test_responses_of_the_saved_weights_go_on(tmp_path: Path) -> None:
-    store, claim = cut_off(tmp_path, {"step": 0, "attempt": 1})
+    store, claim = cut_off(tmp_path, saved=True)
     assert store.rollouts.progress("train-000000") == (1, 3)
     assert store.rollouts.progress("eval-before") == (0, 0), "it is asked for again"
     again = WeightsVersion(2, 1)
@@ -49,9 +46,8 @@ def test_responses_of_the_saved_weights_go_on(tmp_path: Path) -> None:
     store.close()
 
 
-@pytest.mark.parametrize("data", [None, {"step": 1, "attempt": 1}, {"step": 0, "attempt": 0}])
-def test_those_of_weights_that_may_be_lost_do_not(tmp_path: Path, data: dict[str, int] | None) -> None:
-    """After a kill, a stop at another step, or a kill of the attempt after the stopped one."""
-    store, _ = cut_off(tmp_path, data)
+def test_without_a_checkpoint_they_are_sampled_again(tmp_path: Path) -> None:
+    """The model or rows may have changed."""
+    store, _ = cut_off(tmp_path, saved=False)
     assert store.rollouts.progress("train-000000") == (0, 0)
     store.close()

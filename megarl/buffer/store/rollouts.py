@@ -126,7 +126,7 @@ class RolloutTable:
             known |= self._database.read(lambda connection, query=query: set(connection.scalars(query)))  # type: ignore[misc]
         return known
 
-    def discard(self, from_step: int, *, ahead: bool = False, in_order: bool = False) -> None:
+    def discard(self, from_step: int, *, ahead: bool = False, saved: bool = False, claims: bool = False) -> None:
         """Delete every rollout of weights with at least ``from_step`` steps, and metrics and evaluations of later
         steps.
 
@@ -141,17 +141,20 @@ class RolloutTable:
 
         Args:
             ahead: Delete all unused training groups too, requested ahead of step ``from_step``.
-            in_order: The last attempt stopped in order at ``from_step``, so these weights exist: their rollouts go on,
-                unfinished trajectories from their last segment.
+            saved: A checkpoint has the weights of ``from_step``, so their rollouts go on, unfinished trajectories from
+                their last segment.
+            claims: Free claimed groups: no explorer of an earlier attempt is left.
         """
         steps = ROLLOUTS.c.step if ahead else steps_of_weights()
 
         def work(connection: Connection, again: bool) -> None:
-            further = and_(ROLLOUTS.c.step >= from_step, ROLLOUTS.c.rollout_id.like("train-%-%"))
+            # Further rounds of a step follow from its first one, so they stay with it.
+            further = and_(ROLLOUTS.c.step >= from_step + saved, ROLLOUTS.c.rollout_id.like("train-%-%"))
             undone = or_(steps >= from_step, further)
-            if not ahead:
-                stays = ROLLOUTS.c.kind == "train" if in_order else _waits_for_people()
-                undone = and_(undone, or_(steps > from_step, not_(stays)))
+            if saved:
+                undone = or_(steps > from_step, further, and_(steps == from_step, ROLLOUTS.c.kind != "train"))
+            elif not ahead:
+                undone = and_(undone, or_(steps > from_step, not_(_waits_for_people())))
             which = or_(undone, ROLLOUTS.c.rollout_id.in_(UNCOUNTED))
             ids = list(connection.scalars(select(ROLLOUTS.c.rollout_id).where(which)))
             delete_rollouts(connection, ids)
@@ -161,7 +164,7 @@ class RolloutTable:
                 _delete_unused(connection)
             else:
                 _sample_again(connection, from_step)
-            if in_order:  # an explorer that was killed in its grace has not given its claims back
+            if claims:
                 connection.execute(update(GROUPS).where(GROUPS.c.state == GroupState.CLAIMED).values(FREED))
             # Engines of explore programs keep running with weights that no longer exist: no training group is claimed
             # until they get new ones.

@@ -26,7 +26,7 @@ from megarl.core.errors import (
     NonRetryableError,
 )
 from megarl.core.jobs import EXPLORE, ProcessKind, of_program
-from megarl.core.metrics import COMMAND, END, NOTICE, RESTART, STOP_EVENT, Timeline
+from megarl.core.metrics import COMMAND, END, NOTICE, RESTART, Timeline
 from megarl.core.processes.machine import born
 from megarl.engines.client.leftovers import remove_stale_folders
 from megarl.engines.client.names import KEY_VARIABLE
@@ -344,7 +344,7 @@ def begin_with_engines(config: Config, stop_request: StopRequest, first: int, la
     shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # files of killed ranks
     with closing(Store(config.store.url, outage_s=config.store.outage_s, program=job_of(config).program)) as store:
         store.begin_attempt(attempt, first)
-        _discard_rollouts(config, run_dir, store, attempt)
+        _discard_rollouts(config, run_dir, store, claims=False)
         return Begun(attempt, store.journal.last_step())
 
 
@@ -430,8 +430,8 @@ def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitt
     """Prepare the store for an attempt before the explorer starts, which would claim open groups before engines have
     the weights.
 
-    Begins the attempt, which fences all earlier ones, and adds the tasks. Deletes groups of earlier attempts that the
-    newest checkpoint does not include, and groups requested ahead with changed settings.
+    Begins the attempt, which fences all earlier ones, and adds the tasks. Deletes groups of weights that the newest
+    checkpoint does not include, and groups requested ahead with changed settings.
     """
     run_dir = Path(config.run.dir)
     store = Store(config.store.url, outage_s=config.store.outage_s, program=job_of(config).program)
@@ -440,7 +440,7 @@ def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitt
     check_store_of_run(config, run_dir, store)
     store.journal.set_run_id(run_id(run_dir))
     if config.run.mode != "bench":  # a bench keeps its answers, which have one model
-        _discard_rollouts(config, run_dir, store, attempt)
+        _discard_rollouts(config, run_dir, store, claims=True)
     for split, selected in tasks.items():
         if store.tasks.read(split) != selected.tasks:
             check_rows_of_run(config, store, split, selected.tasks)
@@ -456,9 +456,9 @@ def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitt
     store.close()
 
 
-def _discard_rollouts(config: Config, run_dir: Path, store: Store, attempt: int) -> None:
-    """Delete groups of earlier attempts that were requested with the newest checkpoint's weights or later ones. After
-    an attempt that stopped in order, groups of the checkpoint's weights stay."""
+def _discard_rollouts(config: Config, run_dir: Path, store: Store, *, claims: bool) -> None:
+    """Delete groups of earlier attempts that were requested with later weights than the newest checkpoint's; without a
+    checkpoint, all groups, as their model and rows may have changed. ``claims`` as in ``Store.rollouts.discard``."""
     found = latest(run_dir / "checkpoints")
     # Groups requested ahead have samples and verdicts of the earlier settings.
     changed = any(change.trains() for change in changes_since_last_start(config, run_dir))
@@ -466,6 +466,4 @@ def _discard_rollouts(config: Config, run_dir: Path, store: Store, attempt: int)
     for step in sorted(step for step in store.evaluations.uncounted().values() if step < from_step):
         log.warning("the evaluation of step %d was under way when the job ended: it is not measured", step)
         store.journal.record_event("supervisor", "evaluation_lost", {"step": step})
-    stopped = [event["data"] for event in store.journal.events(STOP_EVENT)]
-    in_order = {"step": from_step, "attempt": attempt - 1} in stopped[-1:]
-    store.rollouts.discard(from_step, ahead=changed, in_order=in_order and not changed)
+    store.rollouts.discard(from_step, ahead=changed, saved=found is not None and not changed, claims=claims)

@@ -12,7 +12,7 @@ from typing import Protocol
 from megarl.buffer.order.draws import Demonstration, data_seed, numbers_of_step
 from megarl.config.algorithms import AlgorithmConfig
 from megarl.core.durable import write_text
-from megarl.core.metrics import STOP_EVENT, mean_of_sums
+from megarl.core.metrics import mean_of_sums
 from megarl.core.processes import heartbeat
 from megarl.core.schema import Task, WeightsVersion
 from megarl.learn import algorithms
@@ -180,9 +180,7 @@ class Course:
         """Checkpoint the models; if all steps are done, export the actor and close the job."""
         rank = self._rank
         rank.commit(state, self._steps.version)
-        if not finished:
-            rank.reporter.event(STOP_EVENT, {"step": state.step, "attempt": rank.context.attempt})
-        else:
+        if finished:
             rank.export(rank.context.run_dir / "hf")
             rank.export_adapter(rank.context.run_dir / "adapter")
             if rank.context.rank == 0:
