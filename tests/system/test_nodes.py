@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megarl.run.nodes.node import Allocation
 from megarl.run.process import ports
 from megarl.run.report.goodput import account_of
 from tests.system import commands
-from tests.system.jobs import START_S, TINY, end_with_the_tests
+from tests.system.jobs import START_S, TINY, end_with_the_tests, last_of_each
 from tests.system.networks import Networks, possible
 
 pytestmark = [pytest.mark.postgres, pytest.mark.timeout(3 * START_S)]
@@ -36,18 +37,21 @@ DPO = (
     *(setting for setting in TINY if setting.startswith(("trainer.warm_start", "taskset"))),
 )
 
+ONLINE = last_of_each([*TINY, "parallel=dp2", "store=postgres", "trainer.checkpoint_interval=1", "trainer.eval_interval=0"])
+
 
 class Nodes:
     """A supervisor on each node, as processes of this machine."""
 
     def __init__(self, folder: Path) -> None:
         self.run_dir = folder / "run"
+        self.job: Sequence[str] = DPO
         self._folder = folder
         self._processes: list[subprocess.Popen[bytes] | commands.Command] = []
 
     def start(self, argv: Sequence[str], *settings: str, fork: bool = False) -> None:
         """Start ``python ARGV train ...``; ``fork``: from a process that has its imports."""
-        argv = [*argv, "train", *DPO, *settings, f"run.dir={self.run_dir}"]
+        argv = [*argv, "train", *self.job, *settings, f"run.dir={self.run_dir}"]
         env = {**os.environ, **KEY}
         with self._output(len(self._processes)).open("wb") as output:
             self._processes.append(
@@ -76,6 +80,19 @@ class Nodes:
         while not what():
             assert self._processes[0].poll() is None and time.monotonic() < deadline, f"no {name}: {self.said()}"
             time.sleep(0.1)
+
+    def pids(self, module: str) -> dict[str, int]:
+        """The job's processes that run a module, not their forks: rank -> pid."""
+        found = {}
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                parent = process.parent()
+                if module not in words or str(self.run_dir) not in " ".join(words):
+                    continue
+                if parent is None or module not in parent.cmdline():
+                    found[process.environ().get("RANK", "")] = process.pid
+        return found
 
     def end(self) -> None:
         for process in self._processes:
@@ -197,6 +214,31 @@ def test_a_node_that_leaves_with_notice_is_done_without(nodes: Nodes) -> None:
     spent = account_of(nodes.run_dir)
     assert spent is not None and sum(spent.seconds.values()) == pytest.approx(spent.wall_s)
     assert spent.seconds["notice"] > 0 and spent.seconds["restart"] > 0 and not spent.seconds.keys() & {"down"}
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
+def test_ranks_on_two_nodes_start_again_alone(nodes: Nodes) -> None:
+    """The rank of the second node is killed: new ranks on both nodes join the engine, which goes on."""
+    networks, nodes.job = Networks(random.SystemRandom().randrange(1, 250), ["n0", "n1"]), ONLINE
+    try:
+        networks.make()
+        for rank, name in enumerate(("n0", "n1")):
+            env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "WORLD_SIZE": "2"}
+            env |= {"MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
+            nodes.start([*networks.inside_python(name, env), "megarl"], "trainer.steps=5", "cluster.restarts=1", fork=True)
+        nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
+        engine = nodes.pids("megarl.engines.server.server")
+        assert "node 1" in nodes.said() and engine
+        os.kill(nodes.pids("megarl.run.start")["1"], signal.SIGKILL)
+        nodes.until(lambda: "resumed from" in nodes.said(), "new ranks")
+        assert nodes.pids("megarl.engines.server.server") == engine
+        assert [nodes.wait(rank) for rank in range(2)] == [0, 0], nodes.said()
+    finally:
+        nodes.end()
+        networks.remove()
+    assert "all other processes go on" in nodes.said()
+    assert nodes.steps() == list(range(1, 6))
 
 
 def _send(process: subprocess.Popen[bytes] | commands.Command, number: int) -> None:

@@ -247,6 +247,9 @@ class Node(Protocol):
 
     def free_ports(self, count: int) -> list[int]: ...
 
+    def another_port(self) -> int:
+        """Return one more port for a server of the attempt. Raises ConfigError, JobError."""
+
     def stop(self, names: Sequence[str], grace_s: float) -> None:
         """Send SIGTERM to processes by name, SIGKILL to the rest after ``grace_s``; return when all have ended."""
 

@@ -216,7 +216,7 @@ class _Agent:
                     self._node.note(message["name"])
                 case "stop" | "accounts":  # takes seconds, during which the head may send more
                     threading.Thread(target=self._answer, args=(message,), daemon=True).start()
-                case "start" | "ports" | "run_dir":
+                case "start" | "ports" | "port" | "run_dir":
                     self._answer(message)  # a process ends with the thread that started it (PR_SET_PDEATHSIG)
 
     def _answer(self, message: dict[str, Any]) -> None:
@@ -238,6 +238,8 @@ class _Agent:
             return {}
         if message["do"] == "ports":
             return {"ports": self._node.free_ports(int(message["count"]))}
+        if message["do"] == "port":
+            return {"port": self._node.another_port()}
         if message["do"] == "run_dir":
             return {"fault": health.run_dir_fault(Path(message["path"]), message["token"])}
         if message["do"] == "accounts":

@@ -177,6 +177,9 @@ class RemoteNode:
     def free_ports(self, count: int) -> list[int]:
         return [int(port) for port in self._request(STARTED_S, do="ports", count=count)["ports"]]
 
+    def another_port(self) -> int:
+        return int(self._request(STARTED_S, do="port")["port"])
+
     def check_run_dir(self, run_dir: str, token: str) -> str | None:
         fault: str | None = self._request(STARTED_S, do="run_dir", path=run_dir, token=token)["fault"]
         return fault

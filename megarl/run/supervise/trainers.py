@@ -12,7 +12,7 @@ from megarl.config import Config
 from megarl.core.errors import MemoryFullError, NonRetryableError
 from megarl.core.jobs import ProcessKind, kind_of, logs_of, unit_of
 from megarl.learn.algorithms import job_of
-from megarl.run.nodes.node import LocalNode, Started
+from megarl.run.nodes.node import Started
 from megarl.run.nodes.plan import Plan
 from megarl.run.supervise.process_units import Units, ending, failed
 
@@ -38,8 +38,8 @@ class RankRestarts:
     """Decides whether trainer ranks are started again alone, and starts them.
 
     The job starts again as a whole instead where this may not help: a rank ended by itself, another process has died
-    too, or no step was made since the last start of the ranks. So does a job on several nodes, or one whose engines
-    take turns with the trainer.
+    too, a node is lost, or no step was made since the last start of the ranks. So does a job whose engines take turns
+    with the trainer.
 
     Args:
         attempt: Number of the attempt that has started all processes.
@@ -97,7 +97,7 @@ class RankRestarts:
         statuses = {s.process.poll() for s in dead}
         return (
             all(s in ranks for s in dead)
-            and all(s.spec is not None and isinstance(s.node, LocalNode) for s in ranks)
+            and all(s.spec is not None and s.node.fault() is None for s in ranks)
             and any(status is not None and status < 0 for status in statuses)
             and statuses.isdisjoint((NonRetryableError.STATUS, MemoryFullError.STATUS))
         )
@@ -106,7 +106,6 @@ class RankRestarts:
         """Return the ranks' places with the attempt's number and logs, and with new ports: connections of killed ranks
         may hold the old ones."""
         node = ranks[0].node
-        assert isinstance(node, LocalNode)
         program = job_of(self._config).program
         own = {"MEGARL_ATTEMPT": str(self.attempt), "MASTER_PORT": str(node.another_port())}
         own["MEGARL_LINK"] = f"{node.address}:{node.another_port()}"
