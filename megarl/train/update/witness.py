@@ -124,12 +124,8 @@ class Witness:
         Args:
             sums: Result of ``TrainedModel.backward``.
         """
-        sequences = self._sequences
-        assert sequences.advantages is not None, "the step's advantages are estimated before its updates"
-        here = self.advantages[sequences.mask]
-        apart = (sequences.advantages[sequences.mask].double() - here).abs()
-        largest = torch.tensor([float(x.max()) if len(x) else 0.0 for x in (apart, here.abs())], dtype=torch.float64)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        if not self._largest:  # advantages are those of the whole step
+            self._largest["check/advantages"] = self._difference_of_advantages()
         counted = float("actor/loss" in sums)  # one rank of each replica
         left = norm_slope(trained)
         of_job = sums.get("actor/loss", (0.0, 0.0))[0]
@@ -137,10 +133,7 @@ class Witness:
         found = torch.cat([self._sums * counted, beside])
         dist.all_reduce(found)
         loss, loss_size, slope, slope_size, apart, size, old, old_size, of_job, of_norm, ranks = found.tolist()
-        metrics = {
-            "check/advantages": float(largest[0] / largest[1].clamp(min=1.0)),
-            "check/loss": max(abs(of_job - loss) / max(loss_size, TINY), apart / max(size, TINY)),
-        }
+        metrics = {"check/loss": max(abs(of_job - loss) / max(loss_size, TINY), apart / max(size, TINY))}
         if old_size:
             metrics["check/old_logp"] = old / old_size
         if ranks and not self._config.entropy_coef:
@@ -149,6 +142,16 @@ class Witness:
             name: value for name, value in self._largest.items() if name not in metrics
         }
         return self._largest
+
+    def _difference_of_advantages(self) -> float:
+        """Return the largest difference over the ranks, relative to the largest advantage. Every rank calls it."""
+        sequences = self._sequences
+        assert sequences.advantages is not None, "the step's advantages are estimated before its updates"
+        here = self.advantages[sequences.mask]
+        apart = (sequences.advantages[sequences.mask].double() - here).abs()
+        largest = torch.tensor([float(x.max()) if len(x) else 0.0 for x in (apart, here.abs())], dtype=torch.float64)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return float(largest[0] / largest[1].clamp(min=1.0))
 
 
 SUMS = ("loss", "its size", "slope", "its size", "token gradients", "their size", "old log-probs", "their size")
