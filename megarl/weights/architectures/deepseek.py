@@ -125,14 +125,7 @@ SOLAR_OPEN = Architecture(
 GLM4 = Architecture(
     name="glm4",
     models="GLM-4 and GLM-Z1 (0414)",
-    params=(
-        *EMBEDDING,
-        *ATTENTION,
-        *OPTIONAL_QKV_BIAS,
-        *MLP,
-        *SANDWICH_NORMS,
-        *OUTPUT,
-    ),
+    params=(*EMBEDDING, *ATTENTION, *OPTIONAL_QKV_BIAS, *MLP, *SANDWICH_NORMS, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_OPTIONAL_QKV_BIAS, *VLLM_MLP),
     joined=(JOINED_MLP,),
     layers=LayerRules(partial_rotary=True),

@@ -182,8 +182,7 @@ def _check(draft: Draft, config: Mapping[str, Any], left: frozenset[Place]) -> N
         arch = draft.architecture()
         sizes = arch.sizes(config)
         wanted = {
-            place_in_table(place.stored): place.whole
-            for place in places(arch, config, arch.tensors(config)).values()
+            place_in_table(place.stored): place.whole for place in places(arch, config, arch.tensors(config)).values()
         }
     except ArchitectureError as error:
         draft.refused, wanted = str(error), {}
@@ -220,18 +219,16 @@ class Matcher:
             sizes = arch.sizes(self._config)
         except ArchitectureError:
             return None
-        places, used = set[Place](), list[JoinedTensor]()
+        covered, used = set[Place](), list[JoinedTensor]()
         for row in rows:
             found = self._row(row, joined, arch, sizes)
             if found is None:
                 return None
-            places |= found.places
+            covered |= found.places
             used += found.joined
-        return Fit(rows, tuple(used), frozenset(places)) if places else None
+        return Fit(rows, tuple(used), frozenset(covered)) if covered else None
 
-    def _row(
-        self, row: Param, joined: tuple[JoinedTensor, ...], arch: Architecture, sizes: ModelSizes
-    ) -> Fit | None:
+    def _row(self, row: Param, joined: tuple[JoinedTensor, ...], arch: Architecture, sizes: ModelSizes) -> Fit | None:
         layers = self._layers(row.stage, sizes)
         parts = row.hf[:1] if row.op is Op.TIED else row.hf
         names = {part.name for part in parts}
@@ -243,7 +240,7 @@ class Matcher:
         inside = {part for one in used.values() for part in one.parts}
         wanted = {name: self._shape(name) for name in used}
         wanted |= {part.name: part.shape(sizes) for part in parts if part.name not in inside}
-        places = set[Place]()
+        covered = set[Place]()
         for name, shape in wanted.items():
             one = self._stored.get(name)
             if one is None:
@@ -252,8 +249,8 @@ class Matcher:
             elif one.shape != shape or layers is None or not (layers <= one.layers if layers else not one.layers):
                 return None
             else:
-                places |= {(name, layer) for layer in layers or {BESIDE}}
-        return Fit((row,), tuple(used.values()), frozenset(places))
+                covered |= {(name, layer) for layer in layers or {BESIDE}}
+        return Fit((row,), tuple(used.values()), frozenset(covered))
 
     def _shape(self, name: str) -> Shape:
         return self._stored[name].shape

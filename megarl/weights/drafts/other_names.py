@@ -94,9 +94,7 @@ def _mlp_rows(mlp: Gated, joined: tuple[JoinedTensor, ...]) -> Iterator[Renamed]
     extent = mlp[0].axes.split()[0]
     if extent == "expert_ffn":
         module = prefix.removesuffix(f".experts.{EXPERT}")
-        rows = gated_rows(
-            mlp, Stage.MOE, "mlp.experts.local_experts.{expert}", "mlp.experts.{fc}.weight{expert}"
-        )
+        rows = gated_rows(mlp, Stage.MOE, "mlp.experts.local_experts.{expert}", "mlp.experts.{fc}.weight{expert}")
         yield Renamed("experts by their names", rows, joined, blocks.vllm_experts(mlp, module))
         return
     vllm = blocks.vllm_gated(mlp, f"{prefix}.gate_up_proj.weight")

@@ -28,7 +28,7 @@ _MULTIPLIERS = {
 def other_keys(config: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     """Return the sizes whose usual keys a configuration lacks, with its own keys for them."""
     usual = {**COMMON_KEYS, "shared_ffn": SHARED_EXPERTS}
-    found = {}
+    found = dict[str, tuple[str, ...]]()
     for size, others in OTHER_KEYS.items():
         own = next((key for key in others if config.get(key) is not None), None)
         if own and all(config.get(key) is None for key in usual[size]):
@@ -64,9 +64,9 @@ def layer_rules(config: Mapping[str, Any]) -> LayerRules:
 def _list_of(config: Mapping[str, Any], values: tuple[int | str, ...], part: str = "") -> str:
     """Key with ``part`` in its name and one of ``values`` for each layer; "" without one."""
     for key, found in config.items():
-        if part in key and isinstance(found, list) and len(found) == config.get("num_hidden_layers"):
-            if all(value in values for value in found):
-                return key
+        whole = isinstance(found, list) and len(found) == config.get("num_hidden_layers")
+        if whole and part in key and all(value in values for value in found):
+            return key
     return ""
 
 

@@ -142,7 +142,7 @@ def _small(whole: Mapping[str, Any]) -> dict[str, Any]:
         small["head_dim"], small["num_key_value_heads"] = small["qk_rope_head_dim"], small["num_attention_heads"]
     if "num_experts_per_tok" in small:
         small["num_experts_per_tok"] = min(whole["num_experts_per_tok"], small["num_experts_per_tok"])
-    lists = {
+    lists: dict[str, Any] = {
         key: [*value[: LAYERS - 1], value[-1]]
         for key, value in whole.items()
         if isinstance(value, list) and len(value) == layers

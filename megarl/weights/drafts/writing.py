@@ -22,6 +22,12 @@ _TABLE = (
 _ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 """Value of ``hidden_act`` in config.json -> Megatron's ``activation``, where it is not SwiGLU's."""
 
+_QUESTIONS = {
+    "PAIRED_EXPERTS": "whether rows of gate and up alternate, the activation, and gated_linear_unit in megatron=",
+    "OUT_BIAS": "which linear layers have biases, and add_bias_linear in megatron=",
+}
+"""Group of ``blocks`` -> fact that its rows take for granted."""
+
 
 def drafted(name: str, config: dict[str, Any], names: Collection[str] = ()) -> tuple[Draft, list[dict[str, Any]]]:
     """Return the draft of a family, and configuration changes that it would ignore.
@@ -81,8 +87,7 @@ def learn(draft: Draft, model: Any, config: dict[str, Any]) -> None:
         draft.megatron["activation"] = _ACTIVATIONS[activation]
     if "mlp.shared_experts.gate_weight" in names:
         draft.megatron["moe_shared_expert_gate"] = True
-    if "PAIRED_EXPERTS" in draft.groups:
-        draft.questions.append("whether rows of gate and up alternate; the activation; add_bias_linear in megatron=")
+    draft.questions += [question for group, question in _QUESTIONS.items() if group in draft.groups]
     joined = [one for one in draft.joined if len(one.parts) > 1]
     draft.questions += [f"the order in {one.name}: {', '.join(one.parts)}" for one in joined]
     if any(part.dtype for row in draft.rows() for part in row.hf):
