@@ -36,7 +36,7 @@ def rows_of(arch: Architecture, config: dict[str, Any]) -> dict[tuple[str, str],
         for one in arch.occurrences(row, sizes):
             for number, part in enumerate(parts_of(row, sizes)):
                 if (name := hf_name(part, one)) in tensors:
-                    found[name, row.megatron] = (files[name], row.op, row.keys, part.shard, number)
+                    found[name, row.megatron] = (files[name], row.op, row.keys, row.te, part.shard, number)
     return found
 
 

@@ -45,6 +45,12 @@ Place = tuple[str, int]
 """Name of a tensor and its layer; ``BESIDE`` for tensors outside the layers."""
 BESIDE = -1
 
+_NORM_PAIRS = (
+    ("input_layernorm.weight", "pre_mlp_layernorm.weight"),
+    ("self_attn_bda.norm.weight", "mlp_bda.norm.weight"),
+)
+"""Norms of a layer that Megatron has together."""
+
 
 class Fit(NamedTuple):
     """Rows whose tensors a model has, in the shapes and layers that they say."""
@@ -190,6 +196,10 @@ def _check(draft: Draft, config: Mapping[str, Any], left: frozenset[Place]) -> N
         one = draft.stored.get(place)
         if one is None or one.shape != shape or (layer is not None and layer not in one.layers):
             draft.missing.append(f"{place} {list(shape)}" + ("" if layer is None else f" in layer {layer}"))
+    names = {row.megatron for row in draft.rows()}
+    there = [[name in names for name in pair] for pair in _NORM_PAIRS]
+    if any(one != other for one, other in there) or not any(one for one, _ in there):
+        draft.questions.append("where norms stand: no row has all of them before, or after, attention and MLP")
     draft.unplaced = {
         place: _described(draft.stored[place].shape, sizes) for place in sorted({place for place, _ in left})
     }
@@ -214,7 +224,8 @@ class Matcher:
             joined: Candidates for tensors of the files that contain several of the rows' tensors.
         """
         rows, joined = tuple(rows), tuple(joined)
-        arch = replace(self._arch, params=rows)
+        tower = tuple(replace(row, stage=Stage.VISION) for row in rows if row.in_tower)  # for the tower's sizes
+        arch = replace(self._arch, params=(*rows, *tower))
         try:
             sizes = arch.sizes(self._config)
         except ArchitectureError:
@@ -293,10 +304,10 @@ def _cover(everything: frozenset[Place], fitting: Mapping[str, Fit]) -> tuple[di
 
 
 def _groups() -> Iterator[tuple[str, tuple[Param, ...]]]:
-    """Yield groups of rows with their names, largest first, then each of their rows alone."""
+    """Yield groups of rows with their names, largest first, then each row alone: first those of some layers."""
     yield from sorted(ROW_GROUPS.items(), key=lambda group: (-len(group[1]), group[0]))
-    for group, rows in ROW_GROUPS.items():
-        yield from ((f"{group}[{i}:{i + 1}]", (row,)) for i, row in enumerate(rows))
+    alone = [(f"{group}[{i}:{i + 1}]", (row,)) for group, rows in ROW_GROUPS.items() for i, row in enumerate(rows)]
+    yield from sorted(alone, key=lambda group: group[1][0].stage is Stage.LAYER)
 
 
 def _known_joined() -> tuple[JoinedTensor, ...]:

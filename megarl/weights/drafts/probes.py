@@ -28,17 +28,19 @@ class Facts:
     """Facts about a model; ``None`` where no probe decides."""
 
     zero_centred: bool | None
-    """Norms multiply by 1 + weight."""
+    """Norms are RMSNorm and multiply by 1 + weight; False: by weight."""
     embedding_root: bool
     """Embeddings are multiplied by the square root of their width."""
-    sigmoid: bool | None
-    """The router scores each expert by itself."""
+    no_softmax: bool | None
+    """A shift of all scores of a router changes its weights, which a softmax's do not."""
     normalised: bool | None
     """Weights of the chosen experts have the same sum for every token, with the configuration's settings."""
     neighbours: bool | None
     """The rotary embedding rotates neighbouring pairs; False: the two halves of a head."""
     rotating: tuple[bool, ...] | None
     """True for each layer that rotates queries and keys."""
+    scales: tuple[float, ...]
+    """Factors of attention scores."""
 
 
 class Probe:
@@ -87,7 +89,11 @@ def facts_of(model: Any, config: Mapping[str, Any]) -> Facts:
     probe = Probe(model, config)
     sigmoid, normalised = _router(probe)
     neighbours, rotating = _rope(probe)
-    return Facts(_zero_centred(probe), _embedding_root(probe), sigmoid, normalised, neighbours, rotating)
+    attention = [module for name, module in model.named_modules() if name.endswith("self_attn")]
+    scales = {float(module.scaling) for module in attention if hasattr(module, "scaling")}
+    return Facts(
+        _zero_centred(probe), _embedding_root(probe), sigmoid, normalised, neighbours, rotating, tuple(sorted(scales))
+    )
 
 
 def normalises(config: Mapping[str, Any], key: str, value: bool) -> bool | None:
@@ -98,17 +104,20 @@ def normalises(config: Mapping[str, Any], key: str, value: bool) -> bool | None:
 
 
 def _zero_centred(probe: Probe) -> bool | None:
-    """See whether the last norm's weight of 0, or of -1, makes all logits 0."""
-    width = (probe.config["hidden_size"],)
-    last = [
-        name
-        for name, tensor in probe.model.state_dict().items()
-        if tensor.shape == width and name.endswith("norm.weight") and "layers." not in name and "visual" not in name
-    ]
-    if len(last) != 1:
-        return None
-    zero, minus = (not probe.changed(_filled(last, value)).any() for value in (0.0, -1.0))
-    return minus if zero != minus else None
+    """Compare the norms' outputs with those of RMSNorm, by weight and by 1 + weight."""
+    width = probe.config["hidden_size"]
+    states = 10 * torch.randn(1, 5, width, generator=torch.Generator().manual_seed(4))
+    plain = states * states.square().mean(-1, keepdim=True).rsqrt()
+    found = set[bool | None]()
+    for name, module in probe.model.named_modules():
+        weight = getattr(module, "weight", None)
+        if not name.endswith("norm") or "visual" in name or weight is None or weight.shape != (width,):
+            continue
+        with torch.no_grad():
+            output = module(states)
+        one, centred = (torch.allclose(output, plain * by, rtol=1e-3, atol=1e-3) for by in (weight, 1 + weight))
+        found.add(centred if one != centred else None)
+    return found.pop() if len(found) == 1 else None
 
 
 def _filled(names: list[str], value: float) -> Change:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megarl.core.errors import ArchitectureError
 from megarl.weights.architectures import blocks
+from megarl.weights.architectures.megatron_config import transformer_kwargs
 from megarl.weights.architectures.table import Fused, JoinedTensor, Logical, Param, RouterRules, Shard, Stage, rotates
 from megarl.weights.drafts.key_changes import arguments, logits_of, passed_over
 from megarl.weights.drafts.matches import JOINED_GROUPS, Draft, draft_of
@@ -69,7 +70,7 @@ def learn(draft: Draft, model: Any, config: dict[str, Any]) -> None:
     """
     base, facts, names = flat(config), facts_of(model, config), {row.megatron for row in draft.rows()}
     if facts.zero_centred is None:
-        draft.questions.append("whether norms multiply by 1 + weight")
+        draft.questions.append("what norms compute: they are no RMSNorm by weight or by 1 + weight")
     draft.norms = replace(draft.norms, zero_centred=bool(facts.zero_centred))
     if facts.embedding_root:
         draft.multipliers = replace(draft.multipliers, embedding_root="hidden_size")
@@ -82,6 +83,7 @@ def learn(draft: Draft, model: Any, config: dict[str, Any]) -> None:
     elif facts.neighbours is None:
         draft.questions.append("which dimensions of a head the rotary embedding turns together")
     _learn_rotation(draft, facts, base)
+    _compare_scales(draft, facts, base)
     activation = base.get("hidden_act") or base.get("hidden_activation")
     if activation in _ACTIVATIONS:
         draft.megatron["activation"] = _ACTIVATIONS[activation]
@@ -99,9 +101,10 @@ def learn(draft: Draft, model: Any, config: dict[str, Any]) -> None:
 
 def _learn_router(draft: Draft, facts: Facts, config: dict[str, Any]) -> None:
     base, key, normalised = flat(config), "norm_topk_prob", facts.normalised
-    if facts.sigmoid is None or normalised is None:
+    sigmoid = bool(facts.no_softmax) and any(row.megatron == "mlp.router.expert_bias" for row in draft.rows())
+    if normalised is None or sigmoid != facts.no_softmax:
         draft.questions.append("how the router scores experts, and whether it divides their weights by the sum")
-    scaled, sigmoid = base.get("routed_scaling_factor") is not None, bool(facts.sigmoid)
+    scaled = base.get("routed_scaling_factor") is not None
     always = bool(normalised)
     if key in base and normalised is not None and normalises(config, key, not base[key]) != normalised:
         always = False  # the key decides
@@ -110,6 +113,18 @@ def _learn_router(draft: Draft, facts: Facts, config: dict[str, Any]) -> None:
     draft.router = RouterRules(
         sigmoid=sigmoid, norms_topk=always, unscaled=sigmoid and not scaled, scales_topk=scaled and not sigmoid
     )
+
+
+def _compare_scales(draft: Draft, facts: Facts, base: Mapping[str, Any]) -> None:
+    """Ask about a factor of attention scores that the draft does not know."""
+    try:
+        values = transformer_kwargs(draft.architecture(), base)
+    except ArchitectureError:
+        return
+    known = values.get("softmax_scale", values["kv_channels"] ** -0.5)
+    other = [scale for scale in facts.scales if abs(scale - known) > 1e-6]
+    if other and not values["mla"]:
+        draft.questions.append(f"attention scores: transformers multiplies them by {other}, the draft by {known}")
 
 
 def _learn_rotation(draft: Draft, facts: Facts, base: Mapping[str, Any]) -> None:
