@@ -16,7 +16,7 @@ from megarl.weights.architectures.table import Architecture, hf_name, parts_of
 from megarl.weights.checkpoint.formats.hf_files import places
 from megarl.weights.drafts.key_changes import arguments
 from megarl.weights.drafts.matches import Draft, draft_of
-from megarl.weights.drafts.tiny import flat, place_in_table, stored_tensors, text_of, tiny_config
+from megarl.weights.drafts.tiny import flat, place_in_table, stored_tensors, text_of, tiny_config, tiny_model
 from megarl.weights.drafts.writing import drafted, learn, source
 from tests.parallel.families import FAMILIES, WITH_CLASS, hf_model
 
@@ -137,11 +137,38 @@ def test_the_command_names_what_it_cannot_place(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize(
+    ("model_type", "question"),
+    [
+        ("cohere2", "where norms stand"),  # one norm before attention and MLP
+        ("olmo", "what norms compute"),  # norms without weights
+        ("phimoe", "how the router scores experts"),  # no softmax, no sigmoid
+        ("starcoder2", "which linear layers have biases"),
+    ],
+)
+def test_a_draft_asks_what_it_cannot_see(tmp_path: Path, model_type: str, question: str) -> None:
+    config = tiny_config(written(tmp_path, {"model_type": model_type}))
+    model = tiny_model(config)
+    draft = draft_of(model_type, stored_tensors(model), flat(config))
+    learn(draft, model, config)
+    assert [asked for asked in draft.questions if asked.startswith(question)]
+
+
+def test_a_language_model_beside_an_unknown_tower_is_drafted(tmp_path: Path) -> None:
+    config = tiny_config(written(tmp_path, {"model_type": "gemma3", "text_config": {}}))
+    model = tiny_model(config)
+    draft = draft_of("gemma3", stored_tensors(model), flat(config))
+    learn(draft, model, config)
+    assert draft.norms == ARCHITECTURES["gemma3_text"].norms and draft.architecture().vllm_text
+    assert {name.partition(".")[0] for name in draft.unplaced} == {"vision_tower", "multi_modal_projector"}
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
         ({"model_type": "qwen3"}, "has a table already"),
         ({"model_type": "nobodys"}, "has no configuration class for model_type='nobodys'"),
         ({"model_type": "helium", "hidden_size": "wide"}, "transformers' HeliumConfig refuses it"),
+        ({"model_type": "gpt2"}, "lacks hidden_size, num_attention_heads, num_hidden_layers, rope_parameters, which"),
         ("{", "config.json is not valid JSON"),
         ("[]", "config.json must hold a JSON object, found list"),
         (None, "has no config.json"),

@@ -20,6 +20,7 @@ Weights = dict[str, torch.Tensor]
 Change = Callable[[Weights], None]
 _SAME = 2e-4
 """Largest difference of logits, as a share of the largest one, that counts as rounding."""
+_TOWER = re.compile(r"vision|visual")
 _LAYER = re.compile(r"layers\.(\d+)\.self_attn\.")
 
 
@@ -89,8 +90,8 @@ def facts_of(model: Any, config: Mapping[str, Any]) -> Facts:
     probe = Probe(model, config)
     sigmoid, normalised = _router(probe)
     neighbours, rotating = _rope(probe)
-    attention = [module for name, module in model.named_modules() if name.endswith("self_attn")]
-    scales = {float(module.scaling) for module in attention if hasattr(module, "scaling")}
+    named = [module for name, module in model.named_modules() if name.endswith("self_attn") and not _TOWER.search(name)]
+    scales = {float(module.scaling) for module in named if hasattr(module, "scaling")}
     return Facts(
         _zero_centred(probe), _embedding_root(probe), sigmoid, normalised, neighbours, rotating, tuple(sorted(scales))
     )
@@ -111,7 +112,7 @@ def _zero_centred(probe: Probe) -> bool | None:
     found = set[bool | None]()
     for name, module in probe.model.named_modules():
         weight = getattr(module, "weight", None)
-        if not name.endswith("norm") or "visual" in name or weight is None or weight.shape != (width,):
+        if not name.endswith("norm") or _TOWER.search(name) or weight is None or weight.shape != (width,):
             continue
         with torch.no_grad():
             output = module(states)
@@ -211,7 +212,7 @@ def _projections(probe: Probe) -> Iterator[tuple[str, int, list[int]]]:
     for name, tensor in state.items():
         layer = _LAYER.search(name)
         kind = re.search(r"self_attn\.(q|k|qkv|q_b|kv_a)_proj(_with_mqa)?\.", name)
-        if layer is None or kind is None:
+        if layer is None or kind is None or _TOWER.search(name):
             continue
         count = {"q": heads, "q_b": heads, "k": groups, "qkv": heads + groups, "kv_a": 1}[kind[1]]
         step = _head(config) if kind[1] == "qkv" else tensor.shape[0] // count

@@ -44,6 +44,7 @@ SMALL: Mapping[str, Any] = {
     "num_nextn_predict_layers": 0,
 }
 """Keys of a tiny configuration; all sizes are different, to avoid accidental matches."""
+_NEEDED = {"hidden_size", "num_attention_heads", "num_hidden_layers", "vocab_size", "rope_parameters"}
 SMALL_TOWER: Mapping[str, Any] = {
     "depth": 3,
     "num_hidden_layers": 3,
@@ -107,6 +108,11 @@ def tiny_config(folder: Path) -> dict[str, Any]:
             f"{folder / 'config.json'}: transformers' {made.__name__} refuses it ({error}); give the one that the "
             "family has published"
         ) from error
+    if lacking := sorted(_NEEDED - {**text_of(whole)}.keys()):
+        raise ArchitectureError(
+            f"the configuration of a {model_type} model lacks {', '.join(lacking)}, which megarl's tables need; use a "
+            "family with rotary embeddings whose configuration has these keys"
+        )
     tiny = {**whole, **_small(whole), **TOKENS}
     if isinstance(text := whole.get("text_config"), dict):
         tiny["text_config"] = {**text, **_small(text), **TOKENS}
