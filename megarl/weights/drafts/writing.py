@@ -94,9 +94,9 @@ def learn(draft: Draft, model: Any, config: dict[str, Any]) -> None:
     draft.questions += [f"the order in {one.name}: {', '.join(one.parts)}" for one in joined]
     if any(part.dtype for row in draft.rows() for part in row.hf):
         draft.questions.append("whether the router's bias is float32 in the files and in vLLM, as the rows say")
-    if draft.vllm_own:
-        usual = ", ".join(one.vllm for one in draft.vllm_own)
-        draft.questions.append(f"vLLM's names {usual}, which are its usual ones")
+    draft.questions.append(
+        "vLLM's names of tensors: the draft has usual ones; a family without a class in vLLM has transformers' modules"
+    )
 
 
 def _learn_router(draft: Draft, facts: Facts, config: dict[str, Any]) -> None:
