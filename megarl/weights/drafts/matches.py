@@ -52,7 +52,7 @@ _NORM_PAIRS = (
 """Norms of a layer that Megatron has together."""
 
 
-class Fit(NamedTuple):
+class RowFit(NamedTuple):
     """Rows whose tensors a model has, in the shapes and layers that they say."""
 
     rows: tuple[Param, ...]
@@ -132,7 +132,7 @@ def draft_of(name: str, stored: Stored, config: Mapping[str, Any]) -> Draft:
     chosen, left = min(
         covers,
         key=lambda cover: (len(cover[1]), sum("[" in group for group in cover[0])),
-        default=(dict[str, Fit](), match.everything),
+        default=(dict[str, RowFit](), match.everything),
     )
     groups = {group: fit.rows for group, fit in chosen.items()}
     if config.get("tie_word_embeddings") and "OUTPUT" not in groups:  # a row without a tensor of its own
@@ -217,7 +217,7 @@ class Matcher:
         self._experts = next((config[key] for key in COMMON_KEYS["experts"] if config.get(key) is not None), None)
         self.everything = frozenset((name, layer) for name, one in stored.items() for layer in one.layers or {BESIDE})
 
-    def fit(self, rows: Iterable[Param], joined: Iterable[JoinedTensor]) -> Fit | None:
+    def fit(self, rows: Iterable[Param], joined: Iterable[JoinedTensor]) -> RowFit | None:
         """Return the rows' tensors; ``None`` unless there are some, all in their shapes and layers.
 
         Args:
@@ -237,9 +237,11 @@ class Matcher:
                 return None
             covered |= found.places
             used += found.joined
-        return Fit(rows, tuple(used), frozenset(covered)) if covered else None
+        return RowFit(rows, tuple(used), frozenset(covered)) if covered else None
 
-    def _row(self, row: Param, joined: tuple[JoinedTensor, ...], arch: Architecture, sizes: ModelSizes) -> Fit | None:
+    def _row(
+        self, row: Param, joined: tuple[JoinedTensor, ...], arch: Architecture, sizes: ModelSizes
+    ) -> RowFit | None:
         layers = self._layers(row.stage, sizes)
         parts = row.hf[:1] if row.op is Op.TIED else row.hf
         names = {part.name for part in parts}
@@ -261,7 +263,7 @@ class Matcher:
                 return None
             else:
                 covered |= {(name, layer) for layer in layers or {BESIDE}}
-        return Fit((row,), tuple(used.values()), frozenset(covered))
+        return RowFit((row,), tuple(used.values()), frozenset(covered))
 
     def _shape(self, name: str) -> Shape:
         return self._stored[name].shape
@@ -293,9 +295,9 @@ class Matcher:
         return EXPERT in name or (len(shape) == 3 and shape[0] == self._experts)
 
 
-def _cover(everything: frozenset[Place], fitting: Mapping[str, Fit]) -> tuple[dict[str, Fit], frozenset[Place]]:
+def _cover(everything: frozenset[Place], fitting: Mapping[str, RowFit]) -> tuple[dict[str, RowFit], frozenset[Place]]:
     """Choose, in order, each group with only uncovered tensors. Return these groups, and the tensors without a row."""
-    chosen, left = dict[str, Fit](), everything
+    chosen, left = dict[str, RowFit](), everything
     for group, fit in fitting.items():
         if fit.places <= left:
             chosen[group] = fit

@@ -1,4 +1,4 @@
-"""Facts about a model that no name and no shape shows, from its logits under changed weights.
+"""ModelFacts about a model that no name and no shape shows, from its logits under changed weights.
 
 Each probe changes weights so that the logits stay the same exactly if the fact holds.
 """
@@ -25,8 +25,8 @@ _LAYER = re.compile(r"layers\.(\d+)\.self_attn\.")
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts about a model; ``None`` where no probe decides."""
+class ModelFacts:
+    """ModelFacts about a model; ``None`` where no probe decides."""
 
     zero_centred: bool | None
     """Norms are RMSNorm and multiply by 1 + weight; False: by weight."""
@@ -44,7 +44,7 @@ class Facts:
     """Factors of attention scores."""
 
 
-class Probe:
+class WeightProbe:
     """A model of transformers whose weights are changed and restored.
 
     Args:
@@ -81,30 +81,30 @@ class Probe:
         return bool((self.changed(*changes) - plain).abs().max() <= _SAME * plain.abs().max())
 
 
-def facts_of(model: Any, config: Mapping[str, Any]) -> Facts:
+def facts_of(model: Any, config: Mapping[str, Any]) -> ModelFacts:
     """Return what the logits of a model say.
 
     Args:
         model: A tiny model with ``config``, without neutral values (``tiny.tiny_model``).
     """
-    probe = Probe(model, config)
+    probe = WeightProbe(model, config)
     sigmoid, normalised = _router(probe)
     neighbours, rotating = _rope(probe)
     named = [module for name, module in model.named_modules() if name.endswith("self_attn") and not _TOWER.search(name)]
     scales = {float(module.scaling) for module in named if hasattr(module, "scaling")}
-    return Facts(
+    return ModelFacts(
         _zero_centred(probe), _embedding_root(probe), sigmoid, normalised, neighbours, rotating, tuple(sorted(scales))
     )
 
 
 def normalises(config: Mapping[str, Any], key: str, value: bool) -> bool | None:
-    """``Facts.normalised`` with another value of a key; ``None`` if transformers refuses it."""
+    """``ModelFacts.normalised`` with another value of a key; ``None`` if transformers refuses it."""
     other = copy.deepcopy(dict(config))
     text_of(other)[key] = value
-    return _router(Probe(tiny_model(other), other))[1]
+    return _router(WeightProbe(tiny_model(other), other))[1]
 
 
-def _zero_centred(probe: Probe) -> bool | None:
+def _zero_centred(probe: WeightProbe) -> bool | None:
     """Compare the norms' outputs with those of RMSNorm, by weight and by 1 + weight."""
     width = probe.config["hidden_size"]
     states = 10 * torch.randn(1, 5, width, generator=torch.Generator().manual_seed(4))
@@ -129,7 +129,7 @@ def _filled(names: list[str], value: float) -> Change:
     return fill
 
 
-def _embedding_root(probe: Probe) -> bool:
+def _embedding_root(probe: WeightProbe) -> bool:
     embedding = probe.model.get_input_embeddings()
     with torch.no_grad():
         found, plain = embedding(probe.tokens), embedding.weight[probe.tokens]
@@ -137,7 +137,7 @@ def _embedding_root(probe: Probe) -> bool:
     return bool(torch.allclose(found, plain * root, rtol=1e-3))
 
 
-def _router(probe: Probe) -> tuple[bool | None, bool | None]:
+def _router(probe: WeightProbe) -> tuple[bool | None, bool | None]:
     """Return (sigmoid, normalised). A softmax ignores a shift of all scores; with equal experts only the weights' sum
     counts."""
     experts = next((probe.config[key] for key in COMMON_KEYS["experts"] if probe.config.get(key) is not None), None)
@@ -171,7 +171,7 @@ def _router(probe: Probe) -> tuple[bool | None, bool | None]:
     return not probe.keeps(shift), probe.keeps(equal, other, plain=probe.changed(equal))
 
 
-def _rope(probe: Probe) -> tuple[bool | None, tuple[bool, ...] | None]:
+def _rope(probe: WeightProbe) -> tuple[bool | None, tuple[bool, ...] | None]:
     """Return (neighbours, layers that rotate). Turning queries and keys alike within a pair that the rope turns too,
     or anyhow in a layer without a rope, changes no score."""
     turns, head = list(_projections(probe)), _head(probe.config)
@@ -204,7 +204,7 @@ def _rope(probe: Probe) -> tuple[bool | None, tuple[bool, ...] | None]:
     return near if near != halves else None, everywhere
 
 
-def _projections(probe: Probe) -> Iterator[tuple[str, int, list[int]]]:
+def _projections(probe: WeightProbe) -> Iterator[tuple[str, int, list[int]]]:
     """Yield (weight or bias with queries or keys, its layer, first row of each head)."""
     config, state = probe.config, probe.model.state_dict()
     heads, latent = config["num_attention_heads"], config.get("kv_lora_rank")

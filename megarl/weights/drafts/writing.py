@@ -12,7 +12,7 @@ from megarl.weights.architectures.megatron_config import transformer_kwargs
 from megarl.weights.architectures.table import Fused, JoinedTensor, Logical, Param, RouterRules, Shard, Stage, rotates
 from megarl.weights.drafts.key_changes import arguments, logits_of, passed_over
 from megarl.weights.drafts.matches import JOINED_GROUPS, Draft, draft_of
-from megarl.weights.drafts.probes import Facts, facts_of, normalises
+from megarl.weights.drafts.probes import ModelFacts, facts_of, normalises
 from megarl.weights.drafts.tiny import SMALL, TOKENS, flat, stored_tensors, tiny_model
 
 _TABLE = (
@@ -99,7 +99,7 @@ def learn(draft: Draft, model: Any, config: dict[str, Any]) -> None:
     )
 
 
-def _learn_router(draft: Draft, facts: Facts, config: dict[str, Any]) -> None:
+def _learn_router(draft: Draft, facts: ModelFacts, config: dict[str, Any]) -> None:
     base, key, normalised = flat(config), "norm_topk_prob", facts.normalised
     sigmoid = bool(facts.no_softmax) and any(row.megatron == "mlp.router.expert_bias" for row in draft.rows())
     if normalised is None or sigmoid != facts.no_softmax:
@@ -115,7 +115,7 @@ def _learn_router(draft: Draft, facts: Facts, config: dict[str, Any]) -> None:
     )
 
 
-def _compare_scales(draft: Draft, facts: Facts, base: Mapping[str, Any]) -> None:
+def _compare_scales(draft: Draft, facts: ModelFacts, base: Mapping[str, Any]) -> None:
     """Ask about a factor of attention scores that the draft does not know."""
     try:
         values = transformer_kwargs(draft.architecture(), base)
@@ -127,7 +127,7 @@ def _compare_scales(draft: Draft, facts: Facts, base: Mapping[str, Any]) -> None
         draft.questions.append(f"attention scores: transformers multiplies them by {other}, the draft by {known}")
 
 
-def _learn_rotation(draft: Draft, facts: Facts, base: Mapping[str, Any]) -> None:
+def _learn_rotation(draft: Draft, facts: ModelFacts, base: Mapping[str, Any]) -> None:
     """Choose the rule of layers without a rotary embedding that agrees with the logits."""
     if facts.rotating is None:
         return
