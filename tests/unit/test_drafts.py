@@ -16,6 +16,7 @@ from megarl.weights.architectures.table import Architecture, hf_name, parts_of
 from megarl.weights.checkpoint.formats.hf_files import places
 from megarl.weights.drafts.key_changes import arguments
 from megarl.weights.drafts.matches import Draft, draft_of
+from megarl.weights.drafts.probes import norm_places
 from megarl.weights.drafts.tiny import flat, place_in_table, stored_tensors, text_of, tiny_config, tiny_model
 from megarl.weights.drafts.writing import drafted, learn, source
 from tests.parallel.families import FAMILIES, WITH_CLASS, hf_model
@@ -36,15 +37,12 @@ def rows_of(arch: Architecture, config: dict[str, Any]) -> dict[tuple[str, str],
         for one in arch.occurrences(row, sizes):
             for number, part in enumerate(parts_of(row, sizes)):
                 if (name := hf_name(part, one)) in tensors:
-                    found[name, row.megatron] = (files[name], row.op, row.keys, row.te, part.shard, number)
+                    te = None if sizes.recurrent_layers else row.te  # TransformerEngine has no such layers
+                    found[name, row.megatron] = (files[name], row.op, row.keys, te, part.shard, number)
     return found
 
 
-OPEN = {
-    "lfm2": {"operator_norm.weight", "ffn_norm.weight", "model.embedding_norm.weight"},
-    "qwen2_5_vl": {"visual."},
-    "qwen3_vl": {"visual.deepstack_merger_list."},
-}
+OPEN = {"qwen2_5_vl": {"visual."}, "qwen3_vl": {"visual.deepstack_merger_list."}}
 """Family -> beginnings of the names of tensors that are of no known kind without its table."""
 
 
@@ -72,7 +70,13 @@ def hide(monkeypatch: pytest.MonkeyPatch, family: str) -> Hidden:
     full = complete(config)
     names = {place_in_table(place.stored)[0] for place in places(table, full, table.tensors(full)).values()}
     monkeypatch.delitem(ARCHITECTURES, model_type)
-    return Hidden(draft_of("invented", stored_tensors(model, names), flat(config)), table, full, config, model)
+    return Hidden(
+        draft_of("invented", stored_tensors(model, names), flat(config), norm_places(model, config)),
+        table,
+        full,
+        config,
+        model,
+    )
 
 
 @pytest.mark.parametrize("family", WITH_CLASS)
@@ -86,10 +90,7 @@ def test_a_family_is_drafted_without_its_table(monkeypatch: pytest.MonkeyPatch, 
     assert {place_in_table(name)[0] for name, _ in wanted.keys() - found.keys()} == {*draft.unplaced}
 
 
-UNLIKE = {
-    "gpt_oss": "whether rows of gate and up alternate, the activation, and gated_linear_unit in megatron=",
-    "lfm2": "the order in conv.in_proj.weight: conv.in_proj_b.weight, conv.in_proj_c.weight, conv.in_proj_x.weight",
-}
+UNLIKE = {"gpt_oss": "whether rows of gate and up alternate, the activation, and gated_linear_unit in megatron="}
 """Family whose Megatron arguments need more than names and logits show -> a question of its draft."""
 BY_LOGITS = [
     pytest.param(family, marks=() if number % 4 == 0 else pytest.mark.soak) for number, family in enumerate(WITH_CLASS)
@@ -103,6 +104,7 @@ def test_logits_show_the_rules_of_a_family(monkeypatch: pytest.MonkeyPatch, fami
     if family in UNLIKE:
         assert UNLIKE[family] in draft.questions
         return
+    assert not [question for question in draft.questions if question.startswith("the place of")]
     assert arguments(draft.architecture(), flat(config))[1:] == arguments(table, full)[1:]
     if not draft.unplaced:
         assert (draft.norms, draft.router, draft.multipliers) == (table.norms, table.router, table.multipliers)
@@ -148,15 +150,26 @@ def test_the_command_names_what_it_cannot_place(tmp_path: Path, capsys: pytest.C
 def test_a_draft_asks_what_it_cannot_see(tmp_path: Path, model_type: str, question: str) -> None:
     config = tiny_config(written(tmp_path, {"model_type": model_type}))
     model = tiny_model(config)
-    draft = draft_of(model_type, stored_tensors(model), flat(config))
+    draft = draft_of(model_type, stored_tensors(model), flat(config), norm_places(model, config))
     learn(draft, model, config)
     assert [asked for asked in draft.questions if asked.startswith(question)]
+
+
+def test_a_norm_that_stands_elsewhere_is_asked_about() -> None:
+    model = hf_model("llama2")
+    elsewhere = {"post_attention_layernorm.weight": "self_attn_bda.norm.weight"}
+    assert norm_places(model, model.config.to_dict())["post_attention_layernorm.weight"] == "pre_mlp_layernorm.weight"
+    draft = draft_of("invented", stored_tensors(model), model.config.to_dict(), elsewhere)
+    assert draft.questions == [
+        "the place of post_attention_layernorm.weight: self_attn_bda.norm.weight by the modules around it, "
+        "pre_mlp_layernorm.weight by its name"
+    ]
 
 
 def test_a_language_model_beside_an_unknown_tower_is_drafted(tmp_path: Path) -> None:
     config = tiny_config(written(tmp_path, {"model_type": "gemma3", "text_config": {}}))
     model = tiny_model(config)
-    draft = draft_of("gemma3", stored_tensors(model), flat(config))
+    draft = draft_of("gemma3", stored_tensors(model), flat(config), norm_places(model, config))
     learn(draft, model, config)
     assert draft.norms == ARCHITECTURES["gemma3_text"].norms and draft.architecture().vllm_text
     assert {name.partition(".")[0] for name in draft.unplaced} == {"vision_tower", "multi_modal_projector"}

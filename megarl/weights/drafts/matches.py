@@ -26,7 +26,7 @@ from megarl.weights.architectures.table import (
     Stage,
 )
 from megarl.weights.checkpoint.formats.hf_files import places, places_of_parts
-from megarl.weights.drafts.other_names import Renamed, renamed
+from megarl.weights.drafts.other_names import Renamed, placed_norms, renamed
 from megarl.weights.drafts.rules import ATTENTION, layer_rules, multiplier_keys, other_keys
 from megarl.weights.drafts.tiny import Stored, place_in_table
 
@@ -118,12 +118,13 @@ class Draft:
         )
 
 
-def draft_of(name: str, stored: Stored, config: Mapping[str, Any]) -> Draft:
+def draft_of(name: str, stored: Stored, config: Mapping[str, Any], norms: Mapping[str, str]) -> Draft:
     """Find rows for every tensor: shared rows of ``blocks``, then those under other names, then rows of one family.
 
     Args:
         name: ``model_type``.
         config: Configuration of the tiny model with the tensors ``stored``; a language model's keys at the top.
+        norms: Name of a norm in its layer -> Megatron's name for its place (``probes.norm_places``).
     """
     layers, keys = layer_rules(config), other_keys(config)
     match = Matcher(stored, config, Architecture(name, name, (), keys=keys, layers=layers))
@@ -139,7 +140,11 @@ def draft_of(name: str, stored: Stored, config: Mapping[str, Any]) -> Draft:
         groups["OUTPUT[1:2]"] = blocks.OUTPUT[1:2]
     draft = Draft(name, stored, "vision_config" in config, groups, layers=layers)
     fits = [*chosen.values()]
-    for origin, rows, joined, vllm in (*renamed(stored), *_own_rows()):
+    for origin, rows, joined, vllm in (
+        *renamed(stored),
+        *placed_norms(stored, {place for place, _ in left}, norms),
+        *_own_rows(),
+    ):
         fit = match.fit(rows, joined)
         if fit and fit.places <= left:
             draft.borrowed.setdefault(origin, []).extend(rows)
@@ -151,6 +156,11 @@ def draft_of(name: str, stored: Stored, config: Mapping[str, Any]) -> Draft:
     draft.keys = {size: own for size, own in keys.items() if size in axes or size == "ffn"}
     draft.multipliers, draft.norms = multiplier_keys(config), _norms(draft)
     draft.vllm = _vllm(draft)
+    for norm, place in norms.items():
+        named = [row.megatron for row in draft.rows() if row.hf[0].name == norm and row.megatron != place]
+        draft.questions += [
+            f"the place of {norm}: {place} by the modules around it, {other} by its name" for other in named
+        ]
     _check(draft, config, left)
     return draft
 

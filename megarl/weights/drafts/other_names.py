@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -104,3 +104,22 @@ def _mlp_rows(mlp: Gated, joined: tuple[JoinedTensor, ...]) -> Iterator[Renamed]
         return
     for stage in (Stage.LAYER, Stage.DENSE):
         yield Renamed("an MLP by its names", gated_rows(mlp, stage, "mlp"), joined, vllm)
+
+
+def placed_norms(stored: Stored, names: Iterable[str], places: Mapping[str, str]) -> Iterator[Renamed]:
+    """Yield rows of norms, by their places in a layer; and of the last norm, if only one tensor can be it.
+
+    Args:
+        names: Tensors without a row.
+        places: Name of a norm -> Megatron's.
+    """
+    usual = {row.megatron: row for row in (*blocks.INPUT_NORM, *blocks.MLP, *blocks.NORMS_AFTER)}
+    last = [name for name in names if not stored[name].layers and name.endswith("norm.weight")]
+    for name in names:
+        if name in places:
+            row = usual[places[name]]
+        elif last == [name]:
+            row = blocks.OUTPUT[0]
+        else:
+            continue
+        yield Renamed("by the modules around it", (replace(row, hf=(replace(row.hf[0], name=name),)),))

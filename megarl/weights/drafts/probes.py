@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,6 +120,37 @@ def _zero_centred(probe: WeightProbe) -> bool | None:
         one, centred = (torch.allclose(output, plain * by, rtol=1e-3, atol=1e-3) for by in (weight, 1 + weight))
         found.add(centred if one != centred else None)
     return found.pop() if len(found) == 1 else None
+
+
+def norm_places(model: Any, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of norms in layers with Megatron's, by which module reads its output, or writes its input.
+
+    Args:
+        model: A tiny model with ``config``.
+    """
+    calls: list[tuple[str, Any, Any]] = []
+
+    def record(name: str, _: Any, given: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
+        states = given[0] if given else named.get("hidden_states")
+        calls.append((name, states, output[0] if isinstance(output, tuple) else output))
+
+    hooks = []
+    for name, module in model.named_modules():
+        child = re.fullmatch(r"(.*\.)?layers\.\d+\.(\w+)", name)
+        if child and not _TOWER.search(name):
+            hooks.append(module.register_forward_hook(partial(record, child[2]), with_kwargs=True))
+    WeightProbe(model, config)
+    for hook in hooks:
+        hook.remove()
+    found: dict[str, str] = {}
+    for norm, states, output in (call for call in calls if "norm" in call[0]):
+        for name, read, written in (call for call in calls if "norm" not in call[0]):
+            mixes = re.search(r"attn|attention|conv|mixer", name) is not None
+            if written is states:
+                found[f"{norm}.weight"] = "self_attn_bda.norm.weight" if mixes else "mlp_bda.norm.weight"
+            elif read is output:
+                found.setdefault(f"{norm}.weight", "input_layernorm.weight" if mixes else "pre_mlp_layernorm.weight")
+    return found
 
 
 def _filled(names: list[str], value: float) -> Change:

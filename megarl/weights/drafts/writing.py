@@ -12,7 +12,7 @@ from megarl.weights.architectures.megatron_config import transformer_kwargs
 from megarl.weights.architectures.table import Fused, JoinedTensor, Logical, Param, RouterRules, Shard, Stage, rotates
 from megarl.weights.drafts.key_changes import arguments, logits_of, passed_over
 from megarl.weights.drafts.matches import JOINED_GROUPS, Draft, draft_of
-from megarl.weights.drafts.probes import ModelFacts, facts_of, normalises
+from megarl.weights.drafts.probes import ModelFacts, facts_of, norm_places, normalises
 from megarl.weights.drafts.tiny import SMALL, TOKENS, flat, stored_tensors, tiny_model
 
 _TABLE = (
@@ -42,7 +42,7 @@ def drafted(name: str, config: dict[str, Any], names: Collection[str] = ()) -> t
     messages.set_verbosity_error()  # silences errors about tried values
     messages.disable_progress_bar()
     model = tiny_model(config)
-    draft = draft_of(name, stored_tensors(model, names), flat(config))
+    draft = draft_of(name, stored_tensors(model, names), flat(config), norm_places(model, config))
     learn(draft, model, config)
     arch = draft.architecture()
     try:
@@ -68,12 +68,13 @@ def learn(draft: Draft, model: Any, config: dict[str, Any]) -> None:
     Args:
         model: The tiny model with ``config``.
     """
-    base, facts, names = flat(config), facts_of(model, config), {row.megatron for row in draft.rows()}
+    base, facts = flat(config), facts_of(model, config)
     if facts.zero_centred is None:
         draft.questions.append("what norms compute: they are no RMSNorm by weight or by 1 + weight")
     draft.norms = replace(draft.norms, zero_centred=bool(facts.zero_centred))
     if facts.embedding_root:
         draft.multipliers = replace(draft.multipliers, embedding_root="hidden_size")
+    names = {row.megatron for row in draft.rows()}
     if "mlp.router.weight" in names:
         _learn_router(draft, facts, config)
     if facts.neighbours and not base.get("kv_lora_rank"):
