@@ -13,7 +13,7 @@ from megarl.weights.architectures.table import Fused, JoinedTensor, Logical, Par
 from megarl.weights.drafts.key_changes import arguments, logits_of, passed_over
 from megarl.weights.drafts.matches import JOINED_GROUPS, Draft, draft_of
 from megarl.weights.drafts.probes import ModelFacts, facts_of, norm_places, normalises
-from megarl.weights.drafts.tiny import SMALL, TOKENS, flat, stored_tensors, tiny_model
+from megarl.weights.drafts.tiny import SMALL, SMALL_TOWER, TOKENS, flat, stored_tensors, tiny_model
 
 _TABLE = (
     *("BaseNames", "Fused", "JoinedTensor", "LayerRules", "Logical", "MultiplierKeys", "NormRules", "Op", "Param"),
@@ -270,9 +270,16 @@ def report(draft: Draft, config: Mapping[str, Any], unread: list[dict[str, Any]]
     yield "Names that fit prove nothing: the tests compare what is computed."
     yield "next: put the file into megarl/weights/architectures/ and its row into ARCHITECTURES there;"
     yield "add this row to FAMILIES in tests/parallel/families.py, and its name to ALIKE there:"
-    small = {key: value for key, value in config.items() if key in SMALL or key in TOKENS or isinstance(value, list)}
-    yield f'    "{draft.name}": ("{draft.name}", {small!r}),'
+    yield f'    "{draft.name}": ("{draft.name}", {_small_keys(config)!r}),'
     yield (
         f"then run: pytest tests/parallel/test_families.py tests/unit/test_config_keys.py -k {draft.name} "
         "(docs/adding_a_model.md)"
     )
+
+
+def _small_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of a tiny configuration that are not the class's defaults, as far as ``tiny`` sets them."""
+    known = {*SMALL, *SMALL_TOWER, *TOKENS}
+    found = {key: value for key, value in config.items() if key in known or isinstance(value, list)}
+    parts = {key: config[key] for key in ("text_config", "vision_config") if isinstance(config.get(key), Mapping)}
+    return found | {key: _small_keys(part) for key, part in parts.items()}
