@@ -10,7 +10,7 @@ import torch
 
 from megarl.weights.architectures import ARCHITECTURES
 from megarl.weights.architectures.complete import complete
-from megarl.weights.drafts.matches import arguments, logits_of, passed_over
+from megarl.weights.drafts.key_changes import arguments, logits_of, passed_over
 from tests.parallel.families import FAMILIES, WITH_CLASS
 
 FIRST_OF_TYPE = sorted({values[0]: name for name, values in reversed(FAMILIES.items())}.values())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from megarl.weights.architectures.table import Fused, JoinedTensor, Logical, Op, Param, Shard, Stage
+from megarl.weights.architectures.table import BaseNames, Fused, JoinedTensor, Logical, Op, Param, Shard, Stage
 
 COLUMN, ROW, VOCAB = Shard.COLUMN, Shard.ROW, Shard.VOCAB
 
@@ -21,6 +21,9 @@ OUTPUT = (
     Param("decoder.final_layernorm.weight", Op.SAME, (Logical("model.norm.weight", "hidden"),), Stage.LAST),
     Param("output_layer.weight", Op.TIED, (_LM_HEAD, _EMBEDDING), Stage.LAST),
 )
+
+INNER_NAMES = BaseNames((("model.visual.", "visual."), ("model.language_model.", "model.")))
+"""Names of a language model beside a vision tower."""
 
 
 def same(megatron: str, part: Logical, stage: Stage) -> Param:
@@ -99,6 +102,9 @@ _OPTIONAL_QKV_BIAS = (
 )
 OPTIONAL_QKV_BIAS = (Param("self_attention.linear_qkv.bias", Op.QKV, _OPTIONAL_QKV_BIAS),)
 """Biases of models with ``attention_bias`` in config.json."""
+_OUT_BIAS = Logical("self_attn.o_proj.bias", "hidden")
+OUT_BIAS = (same("self_attention.linear_proj.bias", _OUT_BIAS, Stage.LAYER),)
+"""Bias of attention's output projection."""
 SINKS = (
     Param("self_attention.core_attention.softmax_offset", Op.SAME, (Logical("self_attn.sinks", "heads", COLUMN),)),
 )
@@ -199,6 +205,27 @@ VLLM_DELTA_NET = (
     Fused("linear_attn.conv1d.weight", Op.SECTIONS, DELTA_CONVOLUTION),
 )
 
+JOINED_DELTA_QKV = JoinedTensor("linear_attn.in_proj_qkv.weight", tuple(part.name for part in DELTA_IN[:3]))
+"""Projections to queries, keys and values as one tensor in a checkpoint's files."""
+
+# ---------------------------------------------------------------- short gated convolution
+
+_SHORT_IN = tuple(Logical(f"conv.in_proj_{part}.weight", "hidden hidden", COLUMN) for part in ("b", "c", "x"))
+_SHORT_TAPS = Logical("conv.conv.weight", "hidden labels taps", COLUMN)
+_SHORT_OUT = Logical("conv.out_proj.weight", "hidden hidden", ROW)
+SHORT_CONVOLUTION = (
+    Param("self_attention.in_proj.weight", Op.SECTIONS, _SHORT_IN, Stage.CONVOLUTION, keys=("b", "c", "x")),
+    same("self_attention.conv1d.weight", _SHORT_TAPS, Stage.CONVOLUTION),
+    same("self_attention.out_proj.weight", _SHORT_OUT, Stage.CONVOLUTION),
+)
+VLLM_SHORT_CONVOLUTION = (
+    Fused("short_conv.in_proj.weight", Op.SECTIONS, _SHORT_IN),
+    Fused("short_conv.conv.weight", Op.SAME, (_SHORT_TAPS,)),
+    Fused("short_conv.out_proj.weight", Op.SAME, (_SHORT_OUT,)),
+)
+JOINED_SHORT_IN = JoinedTensor("conv.in_proj.weight", tuple(part.name for part in _SHORT_IN))
+"""The convolution's projections as one tensor in a checkpoint's files."""
+
 # ---------------------------------------------------------------- gated MLPs (SwiGLU)
 
 _MLP_NORM = Logical("post_attention_layernorm.weight", "hidden")
@@ -262,6 +289,8 @@ def norms_after(attention: str, mlp: str) -> tuple[Param, Param]:
 
 
 NORMS_AFTER = norms_after("post_attention_layernorm.weight", "post_feedforward_layernorm.weight")
+SANDWICH_NORMS = norms_after("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight")
+"""Norms of the outputs in families with ``post_attention_layernorm`` before the MLP."""
 
 # ---------------------------------------------------------------- experts
 
@@ -304,6 +333,14 @@ ROUTER_BIAS = router_bias()
 _SHARED = gated("mlp.shared_experts", "shared_ffn")
 SHARED_EXPERTS = gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts")
 VLLM_SHARED_EXPERTS = vllm_gated(_SHARED, "mlp.shared_experts.gate_up_proj.weight")
+_GATED_SHARED = gated("mlp.shared_expert", "shared_ffn")
+_SHARED_GATE = Logical("mlp.shared_expert_gate.weight", "labels hidden")
+GATED_SHARED_EXPERT = (
+    *gated_rows(_GATED_SHARED, Stage.MOE, "mlp.shared_experts"),
+    same("mlp.shared_experts.gate_weight", _SHARED_GATE, Stage.MOE),
+)
+"""A shared expert whose output a gate multiplies; Megatron needs ``moe_shared_expert_gate``."""
+VLLM_GATED_SHARED_EXPERT = vllm_gated(_GATED_SHARED, "mlp.shared_expert.gate_up_proj.weight")
 _IN_RUNNER = "mlp.experts._shared_experts._layer.shared_experts"
 
 
@@ -323,6 +360,12 @@ _GATE_UP = Logical(f"{_EXPERT}.gate_up_proj.weight", "gate_up hidden", COLUMN)
 _GATE_UP_BIAS = Logical(f"{_EXPERT}.gate_up_proj.bias", "gate_up", COLUMN)
 _DOWN = Logical(f"{_EXPERT}.down_proj.weight", "hidden expert_ffn", ROW)
 _DOWN_BIAS = Logical(f"{_EXPERT}.down_proj.bias", "hidden", Shard.FIRST)
+_BIASED_ROUTER = linear("mlp.router", "experts hidden")
+BIASED_ROUTER = (
+    same("mlp.router.weight", _BIASED_ROUTER[0], Stage.MOE),
+    same("mlp.router.bias", _BIASED_ROUTER[1], Stage.MOE),
+)
+"""Router with a bias that is part of its logits."""
 PAIRED_EXPERTS = (
     same(f"{_LOCAL}.linear_fc1.weight", _GATE_UP, Stage.MOE),
     same(f"{_LOCAL}.linear_fc1.bias", _GATE_UP_BIAS, Stage.MOE),

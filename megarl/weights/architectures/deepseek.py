@@ -19,6 +19,7 @@ from megarl.weights.architectures.blocks import (
     QK_NORM,
     QKV_BIAS,
     ROUTER_BIAS,
+    SANDWICH_NORMS,
     SHARED_EXPERTS,
     VLLM_ATTENTION,
     VLLM_EXPERTS,
@@ -27,7 +28,6 @@ from megarl.weights.architectures.blocks import (
     VLLM_OPTIONAL_QKV_BIAS,
     VLLM_QKV_BIAS,
     VLLM_SHARED_EXPERTS,
-    norms_after,
     router_bias,
     vllm_shared_experts_of_transformers,
 )
@@ -125,14 +125,7 @@ SOLAR_OPEN = Architecture(
 GLM4 = Architecture(
     name="glm4",
     models="GLM-4 and GLM-Z1 (0414)",
-    params=(
-        *EMBEDDING,
-        *ATTENTION,
-        *OPTIONAL_QKV_BIAS,
-        *MLP,
-        *norms_after("post_self_attn_layernorm.weight", "post_mlp_layernorm.weight"),
-        *OUTPUT,
-    ),
+    params=(*EMBEDDING, *ATTENTION, *OPTIONAL_QKV_BIAS, *MLP, *SANDWICH_NORMS, *OUTPUT),
     vllm=(*VLLM_ATTENTION, *VLLM_OPTIONAL_QKV_BIAS, *VLLM_MLP),
     joined=(JOINED_MLP,),
     layers=LayerRules(partial_rotary=True),

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from megarl.weights.architectures.blocks import (
     ATTENTION,
+    BIASED_ROUTER,
     EMBEDDING,
     JOINED_PAIRED_EXPERTS,
+    OUT_BIAS,
     OUTPUT,
     PAIRED_EXPERTS,
     QKV_BIAS,
@@ -16,14 +18,9 @@ from megarl.weights.architectures.blocks import (
     VLLM_ATTENTION,
     VLLM_PAIRED_EXPERTS,
     VLLM_QKV_BIAS,
-    linear,
     mlp_norm,
-    same,
 )
-from megarl.weights.architectures.table import Architecture, Fused, LayerRules, Logical, Op, RouterRules, Stage
-
-_O_PROJ_BIAS = Logical("self_attn.o_proj.bias", "hidden")
-_ROUTER, _ROUTER_BIAS = linear("mlp.router", "experts hidden")
+from megarl.weights.architectures.table import Architecture, Fused, LayerRules, Op, RouterRules, Stage
 
 GPT_OSS = Architecture(
     name="gpt_oss",
@@ -32,18 +29,17 @@ GPT_OSS = Architecture(
         *EMBEDDING,
         *ATTENTION,
         *QKV_BIAS,
-        same("self_attention.linear_proj.bias", _O_PROJ_BIAS, Stage.LAYER),
+        *OUT_BIAS,
         *SINKS,
         *mlp_norm(Stage.MOE),
-        same("mlp.router.weight", _ROUTER, Stage.MOE),
-        same("mlp.router.bias", _ROUTER_BIAS, Stage.MOE),
+        *BIASED_ROUTER,
         *PAIRED_EXPERTS,
         *OUTPUT,
     ),
     vllm=(
         *(Fused(row.vllm.replace("self_attn", "attn"), row.op, row.hf) for row in (*VLLM_ATTENTION, *VLLM_QKV_BIAS)),
         Fused("attn.o_proj.weight", Op.SAME, ATTENTION[-1].hf),
-        Fused("attn.o_proj.bias", Op.SAME, (_O_PROJ_BIAS,)),
+        Fused("attn.o_proj.bias", Op.SAME, OUT_BIAS[0].hf),
         Fused("attn.sinks", Op.SAME, SINKS[0].hf),
         Fused("model.embedding.weight", Op.SAME, EMBEDDING[0].hf),
         *VLLM_PAIRED_EXPERTS,

@@ -10,29 +10,19 @@ from dataclasses import replace
 
 from megarl.weights.architectures.blocks import (
     EMBEDDING,
+    JOINED_SHORT_IN,
     OUTPUT,
+    SHORT_CONVOLUTION,
     UNNORMED_ATTENTION,
     VLLM_ATTENTION,
+    VLLM_SHORT_CONVOLUTION,
     gated,
     gated_rows,
     same,
     vllm_gated,
 )
-from megarl.weights.architectures.table import (
-    Architecture,
-    Fused,
-    JoinedTensor,
-    LayerRules,
-    Logical,
-    Op,
-    Param,
-    Shard,
-    Stage,
-)
+from megarl.weights.architectures.table import Architecture, LayerRules, Logical, Shard, Stage
 
-_IN = tuple(Logical(f"conv.in_proj_{part}.weight", "hidden hidden", Shard.COLUMN) for part in ("b", "c", "x"))
-_CONVOLUTION = Logical("conv.conv.weight", "hidden labels taps", Shard.COLUMN)
-_OUT = Logical("conv.out_proj.weight", "hidden hidden", Shard.ROW)
 _MLP = gated("feed_forward", "ffn", names=("w1", "w3", "w2"))
 
 LFM2 = Architecture(
@@ -51,22 +41,14 @@ LFM2 = Architecture(
             same(f"self_attention.{norm}.weight", Logical(f"self_attn.{norm}.weight", "head"), Stage.ATTENTION)
             for norm in ("q_layernorm", "k_layernorm")
         ),
-        Param("self_attention.in_proj.weight", Op.SECTIONS, _IN, Stage.CONVOLUTION, keys=("b", "c", "x")),
-        same("self_attention.conv1d.weight", _CONVOLUTION, Stage.CONVOLUTION),
-        same("self_attention.out_proj.weight", _OUT, Stage.CONVOLUTION),
+        *SHORT_CONVOLUTION,
         same("pre_mlp_layernorm.weight", Logical("ffn_norm.weight", "hidden"), Stage.LAYER),
         *gated_rows(_MLP, Stage.LAYER, "mlp"),
         same("decoder.final_layernorm.weight", Logical("model.embedding_norm.weight", "hidden"), Stage.LAST),
         OUTPUT[-1],
     ),
-    vllm=(
-        *VLLM_ATTENTION,
-        Fused("short_conv.in_proj.weight", Op.SECTIONS, _IN),
-        Fused("short_conv.conv.weight", Op.SAME, (_CONVOLUTION,)),
-        Fused("short_conv.out_proj.weight", Op.SAME, (_OUT,)),
-        *vllm_gated(_MLP, "feed_forward.w13.weight"),
-    ),
-    joined=(JoinedTensor("conv.in_proj.weight", tuple(part.name for part in _IN)),),
+    vllm=(*VLLM_ATTENTION, *VLLM_SHORT_CONVOLUTION, *vllm_gated(_MLP, "feed_forward.w13.weight")),
+    joined=(JOINED_SHORT_IN,),
     layers=LayerRules(norm_epsilon="norm_eps"),
     has_score_class=False,
     fixed={"conv_bias": False, "tie_word_embeddings": True},

@@ -6,14 +6,16 @@ from dataclasses import replace
 
 from megarl.weights.architectures.blocks import (
     ATTENTION,
-    DELTA_IN,
     DELTA_NET,
     DENSE_MLP,
     EMBEDDING,
     EXPERTS,
     GATED_ATTENTION,
+    GATED_SHARED_EXPERT,
+    INNER_NAMES,
     INPUT_NORM,
     JOINED_CONVOLUTION,
+    JOINED_DELTA_QKV,
     JOINED_EXPERTS,
     JOINED_GROUPS,
     MLP,
@@ -24,21 +26,17 @@ from megarl.weights.architectures.blocks import (
     VLLM_DELTA_NET,
     VLLM_EXPERTS,
     VLLM_GATED_ATTENTION,
+    VLLM_GATED_SHARED_EXPERT,
     VLLM_GROUPED_DELTA_NET,
     VLLM_MLP,
     VLLM_QKV_BIAS,
-    gated,
-    gated_rows,
     layer_norm,
     linear,
     same,
-    vllm_gated,
 )
 from megarl.weights.architectures.table import (
     Architecture,
-    BaseNames,
     Fused,
-    JoinedTensor,
     LayerRules,
     Logical,
     NormRules,
@@ -74,29 +72,11 @@ QWEN3 = Architecture(
 
 # Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; experts plus a gated shared expert. Source:
 # ``transformers/models/qwen2_moe/modeling_qwen2_moe.py``.
-_SHARED = gated("mlp.shared_expert", "shared_ffn")
-_GATE = Logical("mlp.shared_expert_gate.weight", "labels hidden")
-
 QWEN2_MOE = Architecture(
     name="qwen2_moe",
     models="Qwen1.5-MoE, Qwen2-MoE",
-    params=(
-        *EMBEDDING,
-        *ATTENTION,
-        *QKV_BIAS,
-        *DENSE_MLP,
-        *EXPERTS,
-        *gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts"),
-        Param("mlp.shared_experts.gate_weight", Op.SAME, (_GATE,), Stage.MOE),
-        *OUTPUT,
-    ),
-    vllm=(
-        *VLLM_ATTENTION,
-        *VLLM_QKV_BIAS,
-        *VLLM_MLP,
-        *VLLM_EXPERTS,
-        *vllm_gated(_SHARED, "mlp.shared_expert.gate_up_proj.weight"),
-    ),
+    params=(*EMBEDDING, *ATTENTION, *QKV_BIAS, *DENSE_MLP, *EXPERTS, *GATED_SHARED_EXPERT, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_QKV_BIAS, *VLLM_MLP, *VLLM_EXPERTS, *VLLM_GATED_SHARED_EXPERT),
     fixed={"hidden_act": "silu", "qkv_bias": True},
     layers=LayerRules(windows=True, window_switch=True),
     megatron={"moe_shared_expert_gate": True},
@@ -155,7 +135,7 @@ QWEN2_5_VL = Architecture(
     fixed={**QWEN2.fixed, "use_sliding_window": False},
     layers=LayerRules(window_switch=True),
     # transformers has no ...ForSequenceClassification for it; one built from its generic class saves these names.
-    base_names=BaseNames((("model.visual.", "visual."), ("model.language_model.", "model."))),
+    base_names=INNER_NAMES,
 )
 
 
@@ -196,7 +176,7 @@ QWEN3_VL = Architecture(
     fixed=QWEN3.fixed,
     layers=LayerRules(mrope_interleaved=True),
     has_score_class=False,
-    base_names=replace(QWEN2_5_VL.base_names, in_files=True),
+    base_names=replace(INNER_NAMES, in_files=True),
 )
 
 
@@ -217,10 +197,7 @@ QWEN3_5 = Architecture(
     models="Qwen3.5, text",
     params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *MLP, *OUTPUT),
     vllm=(*VLLM_GATED_ATTENTION, *VLLM_DELTA_NET, *VLLM_MLP),
-    joined=(
-        JoinedTensor("linear_attn.in_proj_qkv.weight", tuple(part.name for part in DELTA_IN[:3])),
-        JOINED_CONVOLUTION,
-    ),
+    joined=(JOINED_DELTA_QKV, JOINED_CONVOLUTION),
     fixed={"hidden_act": "silu", "attention_bias": False},
     layers=LayerRules(partial_rotary=True),
     norms=NormRules(zero_centred=True),
@@ -229,17 +206,13 @@ QWEN3_5 = Architecture(
 
 # Qwen3.5, text, with experts: those of Qwen2-MoE in every layer. Source:
 # ``transformers/models/qwen3_5_moe/modeling_qwen3_5_moe.py``.
-_GATED_SHARED = (
-    *gated_rows(_SHARED, Stage.MOE, "mlp.shared_experts"),
-    Param("mlp.shared_experts.gate_weight", Op.SAME, (_GATE,), Stage.MOE),
-)
-_VLLM_GATED_EXPERTS = (*VLLM_EXPERTS, *vllm_gated(_SHARED, "mlp.shared_expert.gate_up_proj.weight"))
+_VLLM_GATED_EXPERTS = (*VLLM_EXPERTS, *VLLM_GATED_SHARED_EXPERT)
 
 QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe_text",
     models="Qwen3.5 with experts, text",
-    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *EXPERTS, *_GATED_SHARED, *OUTPUT),
+    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *EXPERTS, *GATED_SHARED_EXPERT, *OUTPUT),
     vllm=(*VLLM_GATED_ATTENTION, *VLLM_DELTA_NET, *_VLLM_GATED_EXPERTS),
     router=RouterRules(norms_topk=True),
     has_score_class=False,
@@ -281,7 +254,7 @@ QWEN3_NEXT = replace(
     QWEN3_5,
     name="qwen3_next",
     models="Qwen3-Next",
-    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *DENSE_MLP, *EXPERTS, *_GATED_SHARED, *OUTPUT),
+    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *DENSE_MLP, *EXPERTS, *GATED_SHARED_EXPERT, *OUTPUT),
     vllm=(*VLLM_GATED_ATTENTION, *VLLM_GROUPED_DELTA_NET, *VLLM_MLP, *_VLLM_GATED_EXPERTS),
     joined=(*JOINED_GROUPS, JOINED_CONVOLUTION),
     megatron={"moe_shared_expert_gate": True},

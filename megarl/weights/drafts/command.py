@@ -28,7 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """
     from megarl.weights.architectures import ARCHITECTURES  # imports every table
     from megarl.weights.checkpoint.formats.hf_source import read_config_json
-    from megarl.weights.drafts.tiny import names_beside, tiny_config
+    from megarl.weights.drafts.tiny import names_beside, names_in, tiny_config
     from megarl.weights.drafts.writing import drafted, report, source
 
     folder = Path(options.folder)
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if not os.access(out.parent, os.W_OK):
         raise ConfigError(f"{out.parent} is no directory that can be written; name another file with --out")
     config = tiny_config(folder)
-    draft, unread = drafted(name, config)
+    draft, unread = drafted(name, config, names_in(folder))
     beside = list(names_beside(folder, draft.stored))
     out.write_text(source(draft))
     sys.stdout.write("\n".join([f"written: {out}", *report(draft, config, unread, beside), ""]))
