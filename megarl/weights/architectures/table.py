@@ -606,7 +606,7 @@ class Architecture:
         for layer in layers:
             number = layer - sizes.num_layers
             prefix = HF_LAYER.format(layer) if number < 0 else self.prediction.prefix(number, layer, param.stage)
-            experts = range(sizes.experts) if param.per_expert else (None,)
+            experts: Iterable[int | None] = range(sizes.experts) if param.per_expert else (None,)
             yield from (Occurrence(layer, expert, prefix=prefix) for expert in experts)
 
     def tensors(self, hf_config: HFConfig, *, mtp: bool = False) -> dict[str, Shape]:
