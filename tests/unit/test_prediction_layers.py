@@ -126,7 +126,7 @@ def test_a_missing_or_a_second_layer_under_mtp_is_refused(tmp_path: Path) -> Non
     keep, config = Settings(progress=False, mtp=True), config_of("qwen3_5")
     model, prediction = model_of(config)
     write_hf(tmp_path / "without", config, model)
-    with pytest.raises(CheckpointError, match=r"lacks mtp\..* of the prediction layers; leave them out with --mtp drop"):
+    with pytest.raises(CheckpointError, match=r"lacks mtp\..* of the prediction layers; leave them out"):
         convert_hf_to_megatron(tmp_path / "without", tmp_path / "out", keep)
     write_hf(tmp_path / "unknown", config, model | prediction | {"mtp.embed_tokens.weight": torch.ones(4, 4)})
     with pytest.raises(CheckpointError, match=r"does not know: mtp\.embed_tokens\.weight"):

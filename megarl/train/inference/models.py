@@ -318,9 +318,7 @@ class Models:
         """
         plan = build_plan(model.layout, hf_layout(self.hf_config, head="score" if model.head is None else "lm"))
         with writing(target):
-            hf.export_hf(
-                plan, rank, model.proven_tensors(), Path(self.config.model.path), target, with_prediction=True
-            )
+            hf.export_hf(plan, rank, model.proven_tensors(), Path(self.config.model.path), target, with_prediction=True)
 
     def base_digest(self) -> str | None:
         """Return the digest of the adapters' base model; None without adapters. Every rank calls it."""

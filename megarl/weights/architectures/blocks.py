@@ -360,7 +360,5 @@ def prediction_rows(embedding: str, hidden: str, joint: str, last: str) -> tuple
 
 
 MTP = prediction_rows("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
-MTP_BESIDE = prediction_rows(
-    "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight"
-)
+MTP_BESIDE = prediction_rows("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight")
 """Rows of a layer under ``mtp.`` in the files."""

@@ -276,8 +276,8 @@ def check_hf(
         )
     if missing and all(_predicts(name, hf_config) for name in missing):
         raise CheckpointError(
-            f"{path} lacks {first_of(missing, 5)} of the prediction layers; leave them out with --mtp drop, or copy the "
-            "checkpoint again"
+            f"{path} lacks {first_of(missing, 5)} of the prediction layers; leave them out with --mtp drop, or copy "
+            "the checkpoint again"
         )
     if missing:
         raise CheckpointError(
