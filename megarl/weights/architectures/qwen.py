@@ -215,6 +215,8 @@ SEED_OSS = replace(
 # Qwen3.5, text, dense: a gated delta net in most layers and gated attention in the others, zero-centred norms, a
 # rotary embedding of a part of each head. The prediction layer is a layer with attention. Source:
 # ``transformers/models/qwen3_5/modeling_qwen3_5.py``; prediction: vLLM 0.32 ``model_executor/models/qwen3_5_mtp.py``.
+_PREDICTION = PredictionRules("mtp_num_hidden_layers", beside=True)
+
 QWEN3_5 = Architecture(
     name="qwen3_5_text",
     models="Qwen3.5, text",
@@ -225,9 +227,8 @@ QWEN3_5 = Architecture(
         JOINED_CONVOLUTION,
     ),
     fixed={"hidden_act": "silu", "attention_bias": False},
-    layers=LayerRules(partial_rotary=True),
+    layers=LayerRules(partial_rotary=True, prediction=_PREDICTION),
     norms=NormRules(zero_centred=True),
-    prediction=PredictionRules("mtp_num_hidden_layers", beside=True),
 )
 
 
@@ -262,7 +263,7 @@ QWEN3_5_VL = replace(
     models="Qwen3.5",
     params=(*_TOWER_3_5, *QWEN3_5.params),
     vllm_text="language_model.",
-    layers=LayerRules(partial_rotary=True, mrope_interleaved=True),
+    layers=LayerRules(partial_rotary=True, mrope_interleaved=True, prediction=_PREDICTION),
     has_score_class=False,
     base_names=QWEN3_VL.base_names,
 )
@@ -299,7 +300,7 @@ QWEN3_NEXT = replace(
     ),
     vllm=(*VLLM_GATED_ATTENTION, *VLLM_GROUPED_DELTA_NET, *VLLM_MLP, *_VLLM_GATED_EXPERTS),
     joined=(*JOINED_GROUPS, JOINED_CONVOLUTION),
-    prediction=PredictionRules(default=1, beside=True),
+    layers=LayerRules(partial_rotary=True, prediction=PredictionRules(default=1, beside=True)),
     megatron={"moe_shared_expert_gate": True},
     keys={"shared_ffn": ("shared_expert_intermediate_size",)},
 )

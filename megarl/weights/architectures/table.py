@@ -327,6 +327,28 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
+class PredictionRules:
+    """Number and names of a family's layers of multi-token prediction. Defaults: those of DeepSeek-V3."""
+
+    key: str = "num_nextn_predict_layers"
+    """Key of config.json with their number."""
+    default: int = 0
+    """Their number without this key."""
+    beside: bool = False
+    """True if the files have one such layer, under ``mtp.``; else its number follows the last layer's."""
+
+    def layers(self, name: str, hf_config: HFConfig) -> int:
+        """Return the number of prediction layers of a model of the family ``name``."""
+        return count(name, hf_config, self.key, self.default)
+
+    def prefix(self, number: int, layer: int, stage: Stage) -> str:
+        """Prefix of HF names of prediction layer ``number``, which is ``layer`` counted over the whole model."""
+        if not self.beside:
+            return HF_LAYER.format(layer)
+        return HF_PREDICTION + ("" if stage is Stage.MTP else f"layers.{number}.")
+
+
+@dataclass(frozen=True)
 class LayerRules:
     """Keys of config.json that control single layers or heads."""
 
@@ -354,6 +376,7 @@ class LayerRules:
     """Key with the norms' epsilon."""
     mrope_interleaved: bool = False
     """Time, row and column take turns among a head's frequencies; in other families each has a section of them."""
+    prediction: PredictionRules = PredictionRules()
 
 
 @dataclass(frozen=True)
@@ -418,28 +441,6 @@ class BaseNames:
 
 
 @dataclass(frozen=True)
-class PredictionRules:
-    """Number and names of a family's layers of multi-token prediction. Defaults: those of DeepSeek-V3."""
-
-    key: str = "num_nextn_predict_layers"
-    """Key of config.json with their number."""
-    default: int = 0
-    """Their number without this key."""
-    beside: bool = False
-    """True if the files have one such layer, under ``mtp.``; else its number follows the last layer's."""
-
-    def layers(self, name: str, hf_config: HFConfig) -> int:
-        """Return the number of prediction layers of a model of the family ``name``."""
-        return count(name, hf_config, self.key, self.default)
-
-    def prefix(self, number: int, layer: int, stage: Stage) -> str:
-        """Prefix of HF names of prediction layer ``number``, which is ``layer`` counted over the whole model."""
-        if not self.beside:
-            return HF_LAYER.format(layer)
-        return HF_PREDICTION + ("" if stage is Stage.MTP else f"layers.{number}.")
-
-
-@dataclass(frozen=True)
 class Architecture:
     """Table of one model family."""
 
@@ -469,7 +470,6 @@ class Architecture:
     multipliers: MultiplierKeys = MultiplierKeys()
     norms: NormRules = USUAL_NORMS
     router: RouterRules = RouterRules()
-    prediction: PredictionRules = PredictionRules()
     head: Head = "lm"
     keys: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Fields of :class:`ModelSizes` with config.json keys other than the usual ones (``COMMON_KEYS``)."""
@@ -568,7 +568,7 @@ class Architecture:
         if Stage.DEEPSTACK in known:
             more["deepstack"] = _deepstack(self.name, hf_config, get("num_layers"))
         if Stage.MTP in known:
-            more["mtp_layers"] = self.prediction.layers(self.name, hf_config)
+            more["mtp_layers"] = self.layers.prediction.layers(self.name, hf_config)
         return ModelSizes(
             num_layers=get("num_layers"),
             hidden=hidden,
@@ -605,7 +605,7 @@ class Architecture:
         }[param.stage]
         for layer in layers:
             number = layer - sizes.num_layers
-            prefix = HF_LAYER.format(layer) if number < 0 else self.prediction.prefix(number, layer, param.stage)
+            prefix = HF_LAYER.format(layer) if number < 0 else self.layers.prediction.prefix(number, layer, param.stage)
             experts: Iterable[int | None] = range(sizes.experts) if param.per_expert else (None,)
             yield from (Occurrence(layer, expert, prefix=prefix) for expert in experts)
 

@@ -342,10 +342,11 @@ def whole_layout(name: str, tensors: dict[str, Shape], dtypes: dict[str, str] | 
 
 def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Param, Occurrence]]:
     """Every row's occurrences ordered by layer, so that a layer's tensors are consecutive; empty rows are left out."""
-    if mtp and arch.prediction.beside and sizes.mtp_layers > 1:
+    rules = arch.layers.prediction
+    if mtp and rules.beside and sizes.mtp_layers > 1:
         raise ArchitectureError(
-            f"{arch.name} with {arch.prediction.key}={sizes.mtp_layers}: its prediction layers share a projection, but "
-            "each of Megatron-Core's has its own; leave them out with --mtp drop"
+            f"{arch.name} with {rules.key}={sizes.mtp_layers}: its prediction layers share a projection, but each of "
+            "Megatron-Core's has its own; leave them out with --mtp drop"
         )
     found = []
     end = sizes.num_layers + sizes.mtp_layers

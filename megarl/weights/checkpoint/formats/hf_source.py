@@ -392,7 +392,7 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
 def _drop_prediction(config: dict[str, Any]) -> None:
     """Set the number of prediction layers in a config.json to 0."""
     found = ARCHITECTURES.get(str(config.get("model_type")))
-    rules = PredictionRules() if found is None else found.prediction
+    rules = PredictionRules() if found is None else found.layers.prediction
     text = config.get("text_config")
     part = text if isinstance(text, dict) and rules.key in text else config
     if part.get(rules.key, rules.default):
