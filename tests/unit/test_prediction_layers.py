@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ from megarl.weights.checkpoint.convert.verify import inspect_checkpoint
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.checkpoint.formats.hf_source import places_in_files
 from megarl.weights.reshard import layout
-from megarl.weights.reshard.layouts import MegatronGrid, hf_layout
+from megarl.weights.reshard.layouts import MegatronGrid, hf_layout, megatron_layout
 from megarl.weights.reshard.plan import build_plan
 from tests.parallel.families import FAMILIES
-from tests.unit.reshard_network import Network
-from tests.unit.reshard_oracle import Config, Tensors, assert_same, numbered_hf
+from tests.unit.reshard_cases import Grid
+from tests.unit.reshard_network import Network, run_threads
+from tests.unit.reshard_oracle import Config, Tensors, assert_same, megatron_ranks, numbered_hf
 from tests.unit.test_checkpoint_convert import deepseek, read_hf, write_hf
 
 BESIDE = ("qwen3_5", "qwen3_5_moe", "qwen3_next", "qwen3_5_vl", "qwen3_5_moe_vl")
@@ -167,6 +169,25 @@ def test_an_export_has_the_prediction_layers_that_it_started_from(tmp_path: Path
     assert found.keys() == model.keys() | prediction.keys()
     assert all((found[name] == 7).all() for name in model)
     assert number_of(tmp_path / "out", config) == 1
+
+
+def test_every_rank_takes_part_in_an_export_with_prediction_layers(tmp_path: Path) -> None:
+    """A file has tensors of the ranks, of the start model's files, or both."""
+    config, grid = deepseek(), Grid(tp=2, pp=2)
+    whole = hf_layout(config)
+    every = {name: tensor.clone() for name, tensor in numbered_hf(config, mtp=True).items()}
+    source = write_hf(tmp_path / "hf", config, every)
+    trained = {name: every[name] + 0.5 for name in whole.tensors}
+    plan, network = build_plan(megatron_layout(config, MegatronGrid(**grid.settings)), whole), Network()  # type: ignore[arg-type]
+    ranks = [
+        functools.partial(
+            *(hf.export_hf, plan, rank, tensors, source, tmp_path / "out"),
+            transport=network.port(rank), file_bytes=2000, with_prediction=True,
+        )
+        for rank, tensors in enumerate(megatron_ranks(config, trained, grid))
+    ]  # fmt: skip
+    run_threads(network, ranks)
+    assert_same(read_hf(tmp_path / "out"), every | trained)
 
 
 def test_an_export_leaves_out_prediction_layers_that_are_not_whole(tmp_path: Path) -> None:
