@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -179,14 +180,14 @@ def test_every_rank_takes_part_in_an_export_with_prediction_layers(tmp_path: Pat
     source = write_hf(tmp_path / "hf", config, every)
     trained = {name: every[name] + 0.5 for name in whole.tensors}
     plan, network = build_plan(megatron_layout(config, MegatronGrid(**grid.settings)), whole), Network()  # type: ignore[arg-type]
-    ranks = [
+    jobs: list[Callable[[], Any]] = [
         functools.partial(
-            *(hf.export_hf, plan, rank, tensors, source, tmp_path / "out"),
+            hf.export_hf, plan, rank, tensors, source, tmp_path / "out",
             transport=network.port(rank), file_bytes=2000, with_prediction=True,
         )
         for rank, tensors in enumerate(megatron_ranks(config, trained, grid))
     ]  # fmt: skip
-    run_threads(network, ranks)
+    run_threads(network, jobs)
     assert_same(read_hf(tmp_path / "out"), every | trained)
 
 
