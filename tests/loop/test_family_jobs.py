@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.buffer.store import Store
@@ -17,6 +18,7 @@ from tests.loop.same_run import steps_of
 from tests.loop.test_sync_families import SIZES
 from tests.parallel.families import save
 from tests.system.jobs import START_S, TINY, Job
+from tests.unit.test_prediction_layers import prediction_shapes
 
 STEPS = 3
 TP2 = ("parallel=tp2",)
@@ -31,6 +33,16 @@ def save_model(family: str, folder: Path) -> Path:
     plain = json.loads((folder / "config.json").read_text())
     tokens = {name: plain[name] for name in ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id")}
     return save(family, folder, **{**SIZES[family], **tokens})
+
+
+def add_prediction(folder: Path) -> dict[str, torch.Tensor]:
+    """Add a prediction layer to a model's files; its tensors."""
+    config = json.loads((folder / "config.json").read_text()) | {"mtp_num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in prediction_shapes(config).items()}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | found, file, metadata={"format": "pt"})
+    return found
 
 
 @pytest.mark.slow
@@ -51,10 +63,12 @@ def save_model(family: str, folder: Path) -> Path:
     ],
 )
 def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family: str, grid: tuple[str, ...]) -> None:
+    path = save_model(family, tmp_path / "model")
+    prediction = add_prediction(path) if family == "qwen3_5" else {}
     settings = (
         *TINY,
         *grid,
-        f"model.path={save_model(family, tmp_path / 'model')}",
+        f"model.path={path}",
         "model.from_scratch=null",
         f"trainer.steps={STEPS}",
         "trainer.warm_start.steps=2",
@@ -74,6 +88,8 @@ def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family:
     difference = "training/rollout_logp_diff_max" if exact else "training/rollout_logp_diff_mean"
     assert max(record[difference] for record in records) < (1e-4 if exact else 0.05)
 
+    stored = load_file(job.run_dir / "hf" / "model.safetensors")
+    assert all(torch.equal(stored[name], tensor) for name, tensor in prediction.items()), "as in model.path"
     model = AutoModelForCausalLM.from_pretrained(job.run_dir / "hf", dtype=torch.float32, attn_implementation="eager")
     store = Store(f"sqlite:///{job.run_dir}/store.db", read_only=True)
     samples = [sample for t in store.groups.trajectories("eval-after") for sample in t.samples()]

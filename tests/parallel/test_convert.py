@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.weights.checkpoint.convert.convert import Settings, convert_hf_to_megatron, convert_megatron_to_hf
 from megarl.weights.checkpoint.formats.hf import read_hf_config
+from megarl.weights.checkpoint.formats.hf_source import places_in_files
 from megarl.weights.megatron_private import mtp_inner
 from megarl.weights.reshard.layouts import MegatronGrid, hf_layout
 from tests.conftest import SOAK
@@ -221,11 +222,14 @@ def load_mtp(rank: int, hf: str, meg: str) -> list[str]:
     return [name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])]
 
 
-def test_megatron_loads_prediction_layers(tmp_path: Path) -> None:
-    save("deepseek_v3", tmp_path / "plain")
-    config = read_hf_config(tmp_path / "plain") | {"num_nextn_predict_layers": 1}
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_5", "qwen3_next"])
+def test_megatron_loads_prediction_layers(tmp_path: Path, family: str) -> None:
+    save(family, tmp_path / "plain")
+    config = read_hf_config(tmp_path / "plain") | {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
     generator = torch.Generator().manual_seed(7)
-    tensors = {n: torch.randn(s, generator=generator) for n, s in hf_layout(config, mtp=True).tensors.items()}
+    places = places_in_files(config, hf_layout(config, mtp=True).tensors, "lm").values()
+    shapes = {place.stored: place.whole for place in places}
+    tensors = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/config.json").write_text(json.dumps(config))
     save_file(tensors, tmp_path / "hf/model.safetensors")

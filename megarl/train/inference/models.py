@@ -312,10 +312,13 @@ class Models:
         return found
 
     def export(self, model: Model, target: Path, rank: int) -> None:
-        """Write the actor, or an added model, as an ordinary HF checkpoint; every rank calls it, rank 0 writes."""
+        """Write the actor, or an added model, as an ordinary HF checkpoint; every rank calls it, rank 0 writes.
+
+        Prediction layers of ``model.path`` come along unchanged.
+        """
         plan = build_plan(model.layout, hf_layout(self.hf_config, head="score" if model.head is None else "lm"))
         with writing(target):
-            hf.export_hf(plan, rank, model.proven_tensors(), Path(self.config.model.path), target)
+            hf.export_hf(plan, rank, model.proven_tensors(), Path(self.config.model.path), target, with_prediction=True)
 
     def base_digest(self) -> str | None:
         """Return the digest of the adapters' base model; None without adapters. Every rank calls it."""

@@ -387,9 +387,21 @@ JOINED_PAIRED_EXPERTS = (
 
 # ---------------------------------------------------------------- multi-token prediction
 
-MTP = (
-    Param("enorm.weight", Op.SAME, (Logical("enorm.weight", "hidden"),), Stage.MTP),
-    Param("hnorm.weight", Op.SAME, (Logical("hnorm.weight", "hidden"),), Stage.MTP),
-    Param("eh_proj.weight", Op.SAME, (Logical("eh_proj.weight", "hidden two_hidden", COLUMN),), Stage.MTP),
-    Param("final_layernorm.weight", Op.SAME, (Logical("shared_head.norm.weight", "hidden"),), Stage.MTP),
-)
+
+def prediction_rows(embedding: str, hidden: str, joint: str, last: str) -> tuple[Param, ...]:
+    """Rows of a prediction layer besides its transformer layer.
+
+    Arguments are HF names: norms of the next token's embedding and of the hidden state, the projection of both
+    (embedding first), and the norm before the output weight.
+    """
+    return (
+        same("enorm.weight", Logical(embedding, "hidden"), Stage.MTP),
+        same("hnorm.weight", Logical(hidden, "hidden"), Stage.MTP),
+        same("eh_proj.weight", Logical(joint, "hidden two_hidden", COLUMN), Stage.MTP),
+        same("final_layernorm.weight", Logical(last, "hidden"), Stage.MTP),
+    )
+
+
+MTP = prediction_rows("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
+MTP_BESIDE = prediction_rows("pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight", "fc.weight", "norm.weight")
+"""Rows of a layer under ``mtp.`` in the files."""

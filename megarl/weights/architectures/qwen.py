@@ -19,6 +19,7 @@ from megarl.weights.architectures.blocks import (
     JOINED_EXPERTS,
     JOINED_GROUPS,
     MLP,
+    MTP_BESIDE,
     OUTPUT,
     QK_NORM,
     QKV_BIAS,
@@ -42,6 +43,7 @@ from megarl.weights.architectures.table import (
     NormRules,
     Op,
     Param,
+    PredictionRules,
     RouterRules,
     Stage,
 )
@@ -191,15 +193,18 @@ SEED_OSS = replace(
 
 
 # Qwen3.5, text, dense: a gated delta net in most layers and gated attention in the others, zero-centred norms, a
-# rotary embedding of a part of each head. Source: ``transformers/models/qwen3_5/modeling_qwen3_5.py``.
+# rotary embedding of a part of each head. The prediction layer is a layer with attention. Source:
+# ``transformers/models/qwen3_5/modeling_qwen3_5.py``; prediction: vLLM 0.32 ``model_executor/models/qwen3_5_mtp.py``.
+_PREDICTION = PredictionRules("mtp_num_hidden_layers", beside=True)
+
 QWEN3_5 = Architecture(
     name="qwen3_5_text",
     models="Qwen3.5, text",
-    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *MLP, *OUTPUT),
+    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *MLP, *MTP_BESIDE, *OUTPUT),
     vllm=(*VLLM_GATED_ATTENTION, *VLLM_DELTA_NET, *VLLM_MLP),
     joined=(JOINED_DELTA_QKV, JOINED_CONVOLUTION),
     fixed={"hidden_act": "silu", "attention_bias": False},
-    layers=LayerRules(partial_rotary=True),
+    layers=LayerRules(partial_rotary=True, prediction=_PREDICTION),
     norms=NormRules(zero_centred=True),
 )
 
@@ -212,7 +217,16 @@ QWEN3_5_MOE = replace(
     QWEN3_5,
     name="qwen3_5_moe_text",
     models="Qwen3.5 with experts, text",
-    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *EXPERTS, *GATED_SHARED_EXPERT, *OUTPUT),
+    params=(
+        *EMBEDDING,
+        *INPUT_NORM,
+        *GATED_ATTENTION,
+        *DELTA_NET,
+        *EXPERTS,
+        *GATED_SHARED_EXPERT,
+        *MTP_BESIDE,
+        *OUTPUT,
+    ),
     vllm=(*VLLM_GATED_ATTENTION, *VLLM_DELTA_NET, *_VLLM_GATED_EXPERTS),
     router=RouterRules(norms_topk=True),
     has_score_class=False,
@@ -231,7 +245,7 @@ QWEN3_5_VL = replace(
     models="Qwen3.5",
     params=(*_TOWER_3_5, *QWEN3_5.params),
     vllm_text="language_model.",
-    layers=LayerRules(partial_rotary=True, mrope_interleaved=True),
+    layers=LayerRules(partial_rotary=True, mrope_interleaved=True, prediction=_PREDICTION),
     has_score_class=False,
     base_names=QWEN3_VL.base_names,
 )
@@ -249,14 +263,26 @@ QWEN3_5_MOE_VL = replace(
 
 
 # Qwen3-Next: Qwen3.5's layers with experts, or one MLP in some; files with the rows of each key head together. Source:
-# ``transformers/models/qwen3_next/modeling_qwen3_next.py``.
+# ``transformers/models/qwen3_next/modeling_qwen3_next.py``; prediction: vLLM 0.32
+# ``model_executor/models/qwen3_next_mtp.py``, with one layer if config.json has no number of them.
 QWEN3_NEXT = replace(
     QWEN3_5,
     name="qwen3_next",
     models="Qwen3-Next",
-    params=(*EMBEDDING, *INPUT_NORM, *GATED_ATTENTION, *DELTA_NET, *DENSE_MLP, *EXPERTS, *GATED_SHARED_EXPERT, *OUTPUT),
+    params=(
+        *EMBEDDING,
+        *INPUT_NORM,
+        *GATED_ATTENTION,
+        *DELTA_NET,
+        *DENSE_MLP,
+        *EXPERTS,
+        *GATED_SHARED_EXPERT,
+        *MTP_BESIDE,
+        *OUTPUT,
+    ),
     vllm=(*VLLM_GATED_ATTENTION, *VLLM_GROUPED_DELTA_NET, *VLLM_MLP, *_VLLM_GATED_EXPERTS),
     joined=(*JOINED_GROUPS, JOINED_CONVOLUTION),
+    layers=LayerRules(partial_rotary=True, prediction=PredictionRules(default=1, beside=True)),
     megatron={"moe_shared_expert_gate": True},
     keys={"shared_ffn": ("shared_expert_intermediate_size",)},
 )

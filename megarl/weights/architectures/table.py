@@ -25,6 +25,8 @@ Head = Literal["lm", "score"]
 """Output after the last norm: vocabulary logits, or one number per token (critic, reward model)."""
 
 HF_LAYER = "model.layers.{}."
+HF_PREDICTION = "mtp."
+"""Prefix of prediction layers that the files do not number after the model's layers."""
 VLLM_LAYER = "model.layers.{}."
 EXPERT = "{expert}"
 BLOCK = "{block}"
@@ -166,6 +168,8 @@ class Occurrence(NamedTuple):
     layer: int | None = None
     expert: int | None = None
     block: int | None = None
+    prefix: str = ""
+    """Prefix of its HF names."""
 
     def named(self, name: str) -> str:
         """Insert this occurrence's expert and block numbers into the name."""
@@ -323,6 +327,28 @@ class ModelSizes:
 
 
 @dataclass(frozen=True)
+class PredictionRules:
+    """Number and names of a family's layers of multi-token prediction. Defaults: those of DeepSeek-V3."""
+
+    key: str = "num_nextn_predict_layers"
+    """Key of config.json with their number."""
+    default: int = 0
+    """Their number without this key."""
+    beside: bool = False
+    """True if the files have one such layer, under ``mtp.``; else its number follows the last layer's."""
+
+    def layers(self, name: str, hf_config: HFConfig) -> int:
+        """Return the number of prediction layers of a model of the family ``name``."""
+        return count(name, hf_config, self.key, self.default)
+
+    def prefix(self, number: int, layer: int, stage: Stage) -> str:
+        """Prefix of HF names of prediction layer ``number``, which is ``layer`` counted over the whole model."""
+        if not self.beside:
+            return HF_LAYER.format(layer)
+        return HF_PREDICTION + ("" if stage is Stage.MTP else f"layers.{number}.")
+
+
+@dataclass(frozen=True)
 class LayerRules:
     """Keys of config.json that control single layers or heads."""
 
@@ -350,6 +376,7 @@ class LayerRules:
     """Key with the norms' epsilon."""
     mrope_interleaved: bool = False
     """Time, row and column take turns among a head's frequencies; in other families each has a section of them."""
+    prediction: PredictionRules = PredictionRules()
 
 
 @dataclass(frozen=True)
@@ -541,7 +568,7 @@ class Architecture:
         if Stage.DEEPSTACK in known:
             more["deepstack"] = _deepstack(self.name, hf_config, get("num_layers"))
         if Stage.MTP in known:
-            more["mtp_layers"] = count(self.name, hf_config, "num_nextn_predict_layers")
+            more["mtp_layers"] = self.layers.prediction.layers(self.name, hf_config)
         return ModelSizes(
             num_layers=get("num_layers"),
             hidden=hidden,
@@ -577,11 +604,10 @@ class Architecture:
             Stage.MTP: list(behind),
         }[param.stage]
         for layer in layers:
-            yield from (
-                (Occurrence(layer, expert) for expert in range(sizes.experts))
-                if param.per_expert
-                else (Occurrence(layer, None),)
-            )
+            number = layer - sizes.num_layers
+            prefix = HF_LAYER.format(layer) if number < 0 else self.layers.prediction.prefix(number, layer, param.stage)
+            experts: Iterable[int | None] = range(sizes.experts) if param.per_expert else (None,)
+            yield from (Occurrence(layer, expert, prefix=prefix) for expert in experts)
 
     def tensors(self, hf_config: HFConfig, *, mtp: bool = False) -> dict[str, Shape]:
         """Logical tensors: HF name -> shape, in layer order, without a tied lm_head."""
@@ -680,7 +706,7 @@ def check_counts(name: str, hf_config: HFConfig) -> None:
     vision = hf_config.get("vision_config")
     text = hf_config.get("text_config")
     for part in (hf_config, text if isinstance(text, Mapping) else {}):
-        layers = _largest(part, (*COMMON_KEYS["num_layers"], "num_nextn_predict_layers"))
+        layers = _largest(part, (*COMMON_KEYS["num_layers"], *PREDICTION_KEYS))
         experts = _largest(part, COMMON_KEYS["experts"])
         if layers * (experts + 1) > MOST_BLOCKS:
             raise ArchitectureError(
@@ -709,8 +735,7 @@ def name_in_modules(table: Architecture, name: str) -> str:
 
 def hf_name(part: Logical | JoinedTensor, occurrence: Occurrence) -> str:
     """Return the full HF name of one occurrence of a logical tensor."""
-    prefix = "" if occurrence.layer is None else HF_LAYER.format(occurrence.layer)
-    return prefix + occurrence.named(part.name)
+    return occurrence.prefix + occurrence.named(part.name)
 
 
 COMMON_KEYS = {
@@ -738,6 +763,8 @@ COMMON_KEYS = {
 """Field of :class:`ModelSizes` -> keys of config.json; the first key present is used."""
 DELTA_SIZES = "delta_key_heads", "delta_heads", "delta_key", "delta_value", "taps"
 """Fields of :class:`ModelSizes` for a gated delta net."""
+PREDICTION_KEYS = "num_nextn_predict_layers", "mtp_num_hidden_layers"
+"""Keys with the number of prediction layers."""
 SHARED_EXPERTS = "n_shared_experts", "moe_num_shared_experts", "num_shared_experts"
 """Keys with the number of shared experts."""
 

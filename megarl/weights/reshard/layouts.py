@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 from typing import Literal, NamedTuple
 
-from megarl.core.errors import ConfigError
+from megarl.core.errors import ArchitectureError, ConfigError
 from megarl.weights.architectures import Architecture, Head, HFConfig, ModelSizes, architecture
 from megarl.weights.architectures.table import (
     EXPERT,
@@ -342,6 +342,12 @@ def whole_layout(name: str, tensors: dict[str, Shape], dtypes: dict[str, str] | 
 
 def _in_order(arch: Architecture, sizes: ModelSizes, mtp: bool) -> list[tuple[Param, Occurrence]]:
     """Every row's occurrences ordered by layer, so that a layer's tensors are consecutive; empty rows are left out."""
+    rules = arch.layers.prediction
+    if mtp and rules.beside and sizes.mtp_layers > 1:
+        raise ArchitectureError(
+            f"{arch.name} with {rules.key}={sizes.mtp_layers}: its prediction layers share a projection, but each of "
+            "Megatron-Core's has its own; leave them out with --mtp drop"
+        )
     found = []
     end = sizes.num_layers + sizes.mtp_layers
     for number, param in enumerate(arch.params):

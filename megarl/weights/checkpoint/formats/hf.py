@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError
 from megarl.core.processes import heartbeat
-from megarl.weights.architectures import Head
+from megarl.weights.architectures import Head, HFConfig, architecture
 from megarl.weights.checkpoint.formats.hf_files import INDEX, SINGLE, FilePlace, shards
 from megarl.weights.checkpoint.formats.hf_source import (
     EMBEDDING,
@@ -29,6 +29,7 @@ from megarl.weights.checkpoint.formats.hf_source import (
     check_hf,
     check_labels,
     copy_small_files,
+    has_prediction,
     open_hf,
     places_in_files,
     read_hf_config,
@@ -137,6 +138,7 @@ def export_hf(
     transport: Transport | None = None,
     bucket_bytes: int = 64 << 20,
     file_bytes: int = 4 << 30,
+    with_prediction: bool = False,
 ) -> dict[str, int]:
     """Write ``target`` as an ordinary HF checkpoint. Every rank of the grid calls it; rank 0 writes.
 
@@ -150,6 +152,8 @@ def export_hf(
         target: Appears complete or not at all; an older export is replaced.
         dtype: Dtype of the files; ``None``: dtype of the tensors.
         file_bytes: Most bytes of a file (or one tensor); rank 0 needs memory for one file.
+        with_prediction: Copy the prediction layers of ``source``, which no job trains, into a language model's files.
+            Every rank reads the headers of the files of ``source``.
 
     Other ranks return after sending; add a barrier before they read the result. Raises CheckpointError on rank 0 if
     ``target`` is not an HF checkpoint, or is the source.
@@ -163,7 +167,10 @@ def export_hf(
         check_export_target(target, [source])
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
-    places = places_in_files(read_hf_config(source), plan.destination.tensors, head)
+    hf_config = read_hf_config(source)
+    places = places_in_files(hf_config, plan.destination.tensors, head)
+    copied = _prediction(source, hf_config) if with_prediction and head == "lm" else {}
+    places |= copied
     shapes = {place.stored: place.whole for place in places.values()}
     dtypes = {place.stored: wire_dtype(plan.destination, name, dtype) for name, place in places.items()}
     sizes = {stored: prod(shape) * dtypes[stored].itemsize for stored, shape in shapes.items()}
@@ -176,20 +183,48 @@ def export_hf(
         here = {name: place for stored in names for name, place in parts[stored].items()}
         part = replace(plan.only(here.__contains__), colocated=True)
         whole = {name: torch.empty(shapes[name], dtype=dtypes[name]) for name in names} if rank == 0 else {}
-        places = here if rank == 0 else {}
-        views = {name: place.view(whole[place.stored]) for name, place in places.items()}
-        plain = {name: view if places[name].groups == 1 else view.flatten(0, 1) for name, view in views.items()}
+        views = {name: place.view(whole[place.stored]) for name, place in here.items()} if rank == 0 else {}
+        plain = {name: view if here[name].groups == 1 else view.flatten(0, 1) for name, view in views.items()}
         sent = exchange(part, rank, tensors, plain.__getitem__, transport, dtype=dtype, bucket_bytes=bucket_bytes)
         digests |= {name: digest for (_, name), digest in sent.items()}
         if rank == 0:
-            for name in (name for name, place in places.items() if place.groups > 1):  # flattened is a copy
+            for name in (name for name, place in here.items() if place.groups > 1):  # flattened is a copy
                 views[name].copy_(plain[name].view(views[name].shape))
+            _copy(source, {name: view for name, view in views.items() if name in copied})
             save_file(whole, temporary / file, metadata={"format": "pt"})
     if rank == 0:
         if len(files) > 1:
             weight_map = {name: file for file, names in files.items() for name in names}
             write_json(temporary / INDEX, {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map})
-        mtp = any(name.endswith("eh_proj.weight") for name in places)
+        mtp = has_prediction(places, hf_config)
         copy_small_files(source, temporary, dtype, mtp=mtp, is_value=head == "score")
         replace_directory(temporary, target)
     return digests
+
+
+def _prediction(path: Path, hf_config: HFConfig) -> dict[str, FilePlace]:
+    """Places of the tensors of a checkpoint's prediction layers; empty unless it has all of them."""
+    table = architecture(hf_config)
+    tensors = table.tensors(hf_config, mtp=True)
+    for name in table.tensors(hf_config):
+        del tensors[name]
+    if not tensors:
+        return {}
+    source = open_hf(path)
+    source.close()
+    whole = all(source.shapes.get(name) == shape for name, shape in tensors.items())
+    return places_in_files(hf_config, tensors, "lm") if whole else {}
+
+
+def _copy(path: Path, views: Mapping[str, torch.Tensor]) -> None:
+    """Read whole tensors of a checkpoint into ``views``, in bounded blocks."""
+    if not views:
+        return
+    source = open_hf(path)
+    try:
+        for name, view in views.items():
+            for box in boxes.split(boxes.whole(source.shapes[name]), _READ_ELEMENTS):
+                heartbeat.beat()
+                view[boxes.index_of(boxes.start_of(box), boxes.shape_of(box))] = source.read(name, box)
+    finally:
+        source.close()

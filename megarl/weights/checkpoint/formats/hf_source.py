@@ -19,6 +19,7 @@ from megarl.core.durable import read_json
 from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.architectures import ARCHITECTURES, Head, architecture
 from megarl.weights.architectures.complete import complete
+from megarl.weights.architectures.table import PREDICTION_KEYS, PredictionRules
 from megarl.weights.checkpoint.formats.hf_files import (
     SCALE,
     Dequantised,
@@ -117,8 +118,10 @@ _PACKED = ("_proj_blocks", "_proj_scales")
 """Suffixes of weights in MXFP4."""
 _MTP_BLOCKS = ("model.mtp_", "mtp.")
 """Prefixes of prediction layers that transformers does not load: of ERNIE, and of Qwen3-Next, Qwen3.5 and K-EXAONE."""
-_MTP_COPIES = ("embed_tokens.weight", "shared_head.head.weight")
-"""Tensors in a prediction layer that repeat the model's embedding and output weights."""
+_MTP_JOINT = ("model.layers.{}.eh_proj.weight", "mtp.fc.weight")
+"""Names of the first prediction layer's projection; ``{}`` is the number of layers before it."""
+_MTP_COPY = re.compile(r"model\.layers\.\d+\.(embed_tokens|shared_head\.head)\.weight")
+"""Names of tensors in a prediction layer that repeat the model's embedding and output weights."""
 _COMPARED = 1 << 22
 _UNTABLED: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("architectures", lambda value: _is_list(value, str), "it must be a list of names of classes"),
@@ -271,6 +274,11 @@ def check_hf(
             f"(architectures={hf_config.get('architectures')}); "
             "use one, or start from this model with a score head of zeros"
         )
+    if missing and all(_predicts(name, hf_config) for name in missing):
+        raise CheckpointError(
+            f"{path} lacks {first_of(missing, 5)} of the prediction layers; leave them out with --mtp drop, or copy "
+            "the checkpoint again"
+        )
     if missing:
         raise CheckpointError(
             f"{path} lacks {first_of(missing, 5)}; the files are incomplete or config.json is another model's"
@@ -292,16 +300,25 @@ def check_hf(
 
 def is_expected(name: str, layout: Layout, hf_config: Mapping[str, Any]) -> bool:
     """True if a tensor outside the layout is allowed."""
-    if name.endswith(_DERIVED) or name.startswith(_MTP_BLOCKS) or (name == LM_HEAD and EMBEDDING in layout.tensors):
+    if name.endswith(_DERIVED) or (name == LM_HEAD and EMBEDDING in layout.tensors):
         return True
-    layer = re.match(r"model\.layers\.(\d+)\.(.*)", name)
-    if layer is None:
+    if not _predicts(name, hf_config):
         return False
+    return not has_prediction(layout.tensors, hf_config) or _MTP_COPY.fullmatch(name) is not None
+
+
+def has_prediction(tensors: Collection[str], hf_config: Mapping[str, Any]) -> bool:
+    """True if some of these logical tensors belong to prediction layers."""
+    return any(name.format(hf_config.get("num_hidden_layers")) in tensors for name in _MTP_JOINT)
+
+
+def _predicts(name: str, hf_config: Mapping[str, Any]) -> bool:
+    """True if a tensor belongs to a prediction layer."""
+    if name.startswith(_MTP_BLOCKS):
+        return True
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
     first = int(hf_config.get("num_hidden_layers") or 0)
-    if not first <= int(layer[1]) < first + int(hf_config.get("num_nextn_predict_layers") or 0):
-        return False
-    kept = any(tensor.startswith(f"model.layers.{layer[1]}.") for tensor in layout.tensors)
-    return not kept or layer[2] in _MTP_COPIES
+    return layer is not None and 0 <= int(layer[1]) - first < int(hf_config.get(PREDICTION_KEYS[0]) or 0)
 
 
 def check_labels(path: Path, hf_config: Mapping[str, Any]) -> None:
@@ -357,8 +374,8 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
         shutil.copyfile(source / name, target / name)
     config = read_config_json(source)
     config.pop("quantization_config", None)
-    if not mtp and config.get("num_nextn_predict_layers"):
-        config["num_nextn_predict_layers"] = 0
+    if not mtp:
+        _drop_prediction(config)
     config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype).removeprefix("torch.")
     if is_value and not is_classifier(config):  # a classifier keeps its pad_token_id
         config, pad = with_score_pad(config, source)
@@ -370,3 +387,13 @@ def copy_small_files(source: Path, target: Path, dtype: torch.dtype, *, mtp: boo
         config.pop("num_labels", None)
         config |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
     write_json(target / "config.json", config)
+
+
+def _drop_prediction(config: dict[str, Any]) -> None:
+    """Set the number of prediction layers in a config.json to 0."""
+    found = ARCHITECTURES.get(str(config.get("model_type")))
+    rules = PredictionRules() if found is None else found.layers.prediction
+    text = config.get("text_config")
+    part = text if isinstance(text, dict) and rules.key in text else config
+    if part.get(rules.key, rules.default):
+        part[rules.key] = 0
