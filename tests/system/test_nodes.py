@@ -37,7 +37,9 @@ DPO = (
     *(setting for setting in TINY if setting.startswith(("trainer.warm_start", "taskset"))),
 )
 
-ONLINE = last_of_each([*TINY, "parallel=dp2", "store=postgres", "trainer.checkpoint_interval=1", "trainer.eval_interval=0"])
+ONLINE = last_of_each(
+    [*TINY, "parallel=dp2", "store=postgres", "trainer.checkpoint_interval=1", "trainer.eval_interval=0"]
+)
 
 
 class Nodes:
@@ -226,7 +228,8 @@ def test_ranks_on_two_nodes_start_again_alone(nodes: Nodes) -> None:
         for rank, name in enumerate(("n0", "n1")):
             env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "WORLD_SIZE": "2"}
             env |= {"MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
-            nodes.start([*networks.inside_python(name, env), "megarl"], "trainer.steps=5", "cluster.restarts=1", fork=True)
+            more = ("trainer.steps=5", "cluster.restarts=1")
+            nodes.start([*networks.inside_python(name, env), "megarl"], *more, fork=True)
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         engine = nodes.pids("megarl.engines.server.server")
         assert "node 1" in nodes.said() and engine
