@@ -50,7 +50,7 @@ def linear_logprob(
         targets, group, vocab_start, vocab_size, temperature: as in :func:`vocab_parallel_logprob`.
         logits_bytes: maximum bytes of logits at a time; ``None`` keeps all (A). If T·V elements exceed it, chunks of
             rows share one buffer, and the backward recomputes them (C).
-        softcap: logits z become softcap · tanh(z / softcap), before the temperature; always recomputed (C).
+        softcap: logits z become softcap · tanh(z / softcap), before the temperature; always by C.
 
     Returns:
         (logp, entropy), float32 [T], equal on all ranks of the group.
@@ -243,7 +243,7 @@ class Gradients:
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...], chunk: int) -> None:
         self.inputs = hidden, weight
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        wide = weight.dtype if chunk >= len(hidden) else torch.promote_types(weight.dtype, torch.float32)
         self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
         # A chunk's product with the hidden states takes no more memory than its logits.
         self.columns = max(1, chunk * weight.shape[0] // max(1, weight.shape[1]))

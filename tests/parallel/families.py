@@ -361,7 +361,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "granitemoe", "granitemoeshared", "seed_oss", "smollm3", "qwen2_windows"),
-    *("olmo2", "gemma3_text", "gemma4_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
+    *("olmo2", "gemma3_text", "olmoe", "minimax_m2", "hunyuan_v1_dense"),
     *("lfm2", "qwen3_5_vl", "qwen3_5_moe_vl"),
     *("phi3", "glm4", "glm4_unbiased", "ernie4_5_moe", "olmo3", "exaone4", "exaone_moe", "ministral3", "gpt_oss"),
 )

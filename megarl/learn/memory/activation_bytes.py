@@ -99,7 +99,7 @@ def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tupl
     modules = model.recompute_modules if model.recompute == "selective" else []
     kept, again = [], []
     for layer in range(sizes.num_layers):
-        parts = _parts(sizes, layer in sizes.moe_layers, grid)
+        parts = _parts(sizes.at(layer), layer in sizes.moe_layers, grid)
         for name, size in _adapters(sizes, layer in sizes.moe_layers, model, grid).items():
             parts[name] += size
         whole = sum(parts.values())

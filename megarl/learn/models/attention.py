@@ -31,6 +31,8 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 from megarl.learn.models.packed import PackedLayout, packed_layout, positions_of
 
+VARLEN_WIDTH = 256
+"""Widest head of torch's kernel for packed sequences."""
 SINK_COLUMNS = 8
 """Columns added to queries and keys for sinks: one is used, but GPU kernels want multiples of 8."""
 
@@ -244,7 +246,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         )
         half, same_width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1] == value.shape[-1]
         is_slower = layout.buckets.are_long_and_full and self.window is None
-        if query.is_cuda and half and same_width and self.softmax_offset is None and not is_slower:
+        fits = half and same_width and query.shape[-1] <= VARLEN_WIDTH and self.softmax_offset is None
+        if query.is_cuda and fits and not is_slower:
             out = self._varlen(query, key, value, params, layout)
         else:
             out = self.bucketed(query, key, value, layout)

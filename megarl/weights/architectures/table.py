@@ -242,6 +242,12 @@ class ModelSizes:
     global_head: int = 0
     """Width of a head of ``global_layers``."""
 
+    def at(self, layer: int) -> ModelSizes:
+        """Return these sizes with the number and width of a layer's key heads."""
+        if layer not in self.global_layers:
+            return self
+        return replace(self, head=self.global_head, kv_heads=self.global_kv_heads)
+
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """Layers that see earlier tokens of a sequence without attention."""
