@@ -698,9 +698,7 @@ def layer_kinds(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Seq
     return [str(kind) for kind in by_layer(arch.name, hf_config, "layer_types", num_layers, either)]
 
 
-def _global_sizes(
-    arch: Architecture, hf_config: HFConfig, num_layers: int, kv_heads: int, head: int
-) -> dict[str, Any]:
+def _global_sizes(arch: Architecture, hf_config: HFConfig, num_layers: int, kv_heads: int, head: int) -> dict[str, Any]:
     """Sizes of attention in layers without a window, from ``per_layer_config`` (layer number -> other values), which
     transformers derives from ``global_head_dim`` and ``num_global_key_value_heads``.
 
