@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from megarl.weights.architectures import ModelSizes, architecture
 from megarl.weights.architectures.megatron_config import transformer_kwargs
+from megarl.weights.architectures.table import sizes_of_layer
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ class ModelCost:
         costs = {}
         for number in layers:
             if (kind := kinds[number]) not in costs:
-                layer = _layer(sizes.at(number), kind[0], keys_are_values=kind[2])
+                layer = _layer(sizes_of_layer(sizes, number), kind[0], keys_are_values=kind[2])
                 costs[kind] = replace(layer, window=window * kind[1])
         return cls(tuple(costs[kind] for kind in kinds), sizes.hidden, sizes.vocab, sizes.tied)
 

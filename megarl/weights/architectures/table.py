@@ -242,12 +242,6 @@ class ModelSizes:
     global_head: int = 0
     """Width of a head of ``global_layers``."""
 
-    def at(self, layer: int) -> ModelSizes:
-        """Return these sizes with the number and width of a layer's key heads."""
-        if layer not in self.global_layers:
-            return self
-        return replace(self, head=self.global_head, kv_heads=self.global_kv_heads)
-
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
         """Layers that see earlier tokens of a sequence without attention."""
@@ -345,6 +339,13 @@ class ModelSizes:
     def labels(self) -> int:
         """Number of outputs of a score head per token."""
         return 1
+
+
+def sizes_of_layer(sizes: ModelSizes, layer: int) -> ModelSizes:
+    """Return the sizes with the number of the layer's key heads, and the width of its heads."""
+    if layer not in sizes.global_layers:
+        return sizes
+    return replace(sizes, head=sizes.global_head, kv_heads=sizes.global_kv_heads)
 
 
 @dataclass(frozen=True)
