@@ -404,6 +404,8 @@ def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or "ln_q" in name:
                 tensor.add_(0.2 * torch.randn_like(tensor))
+                if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                    tensor.mul_(0.2)  # its scores are not divided; large ones magnify rounding
             elif name.endswith((".bias", "proj_bias", "e_score_correction_bias")):
                 tensor.copy_(0.3 * torch.randn_like(tensor))
             elif name.endswith("A_log"):  # a state that decays within a token would hide most mistakes

@@ -268,6 +268,7 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> dict[Case, tuple[floa
                 (f"chunk{v}.{name}" if len(chunks) > 1 else name, p)
                 for v, chunk in enumerate(chunks)
                 for name, p in unwrap(chunk).named_parameters()
+                if p.requires_grad
             ]
             gradients = {name: torch.full(tensor.shape, float("nan")) for name, tensor in tensors.items()}
             hf.load_into(Path(folder) / f"{case.model}-gradients", plan, rank, gradients)
