@@ -40,7 +40,7 @@ def save_model(family: str, folder: Path) -> Path:
         pytest.param("olmo3", TP2, id="olmo3"),
         *(
             pytest.param(name, TP2, id=name, marks=pytest.mark.soak)
-            for name in ("gemma3_text", "phi3", "glm4", "exaone4")
+            for name in ("gemma3_text", "gemma4_text", "phi3", "glm4", "exaone4")
         ),
         *(
             pytest.param(name, EP2, id=name, marks=pytest.mark.soak)
