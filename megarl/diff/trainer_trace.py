@@ -52,7 +52,6 @@ class TrainerModel:
         self.model = Model(self.hf_config, settings, parallel, Head(int(self.hf_config["vocab_size"])), limits)
         self.model.load_hf(Path(config.model.path))
         self._stage: Any = unwrap(self.model.chunks[0])
-        self.config: Any = self._stage.config
 
     @torch.no_grad()
     def trace(self, engine: EngineTrace, *, temperature: float) -> tuple[Record, torch.Tensor, torch.Tensor]:
@@ -96,7 +95,7 @@ class TrainerModel:
             if not hasattr(attention, "linear_qkv"):  # latent attention
                 hooks.after(core, number, points.ATTENTION)
                 continue
-            hooks.after(attention.linear_qkv, number, "", self._qkv(number))
+            hooks.after(attention.linear_qkv, number, "", self._qkv(number, attention.config))
             for name, operation in (("q_layernorm", points.QUERY_NORM), ("k_layernorm", points.KEY_NORM)):
                 norm = getattr(attention, name, None)
                 if norm is not None and any(True for _ in norm.parameters()):
@@ -108,12 +107,13 @@ class TrainerModel:
         hooks.after(self._stage.decoder.final_layernorm, last, points.FINAL_NORM, force=True)
         return hooks.removed
 
-    def _qkv(self, number: int) -> Callable[[torch.Tensor], Record]:
-        groups, heads, width = self.config.num_query_groups, self.config.num_attention_heads, self.config.kv_channels
+    def _qkv(self, number: int, config: Any) -> Callable[[torch.Tensor], Record]:
+        groups, heads, width = config.num_query_groups, config.num_attention_heads, config.kv_channels
+        each = heads // groups
 
         def split(out: torch.Tensor) -> Record:
-            parts = flat(out, out.numel() // out.shape[-1]).unflatten(1, (groups, heads // groups + 2, width))
-            q, k, v = parts[:, :, :-2], parts[:, :, -2], parts[:, :, -1]
+            parts = flat(out, out.numel() // out.shape[-1]).unflatten(1, (groups, -1, width))
+            q, k, v = parts[:, :, :each], parts[:, :, each], parts[:, :, -1]  # keys may be the values
             return {
                 (number, points.QUERY): q.flatten(1),
                 (number, points.KEY): k.flatten(1),

@@ -20,13 +20,13 @@ has no collective.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
 
 from megarl.ops import logprob, native
-from megarl.ops.linear import Gradients
+from megarl.ops.linear import Gradients, cap_slope, capped_
 
 BUFFERS = 6
 """Float buffers [c, V] that a chunk needs: logits, log-probs, and probabilities of both models and their mixture."""
@@ -101,9 +101,9 @@ class VocabularyShard:
     temperature: float
     group: torch.distributed.ProcessGroup | None
 
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return [c, V] logits / temperature in float32 (float64 for float64 inputs)."""
-        z = torch.mm(hidden, weight.t())
+    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, softcap: float | None = None) -> torch.Tensor:
+        """Return [c, V] logits, bounded by ``softcap``, / temperature in float32 (float64 for float64 inputs)."""
+        z = capped_(torch.mm(hidden, weight.t()), softcap)
         z = z.to(torch.promote_types(z.dtype, torch.float32))
         return z if self.temperature == 1.0 else z.div_(self.temperature)
 
@@ -159,18 +159,19 @@ class Teacher(Protocol):
 class WholeVocabulary:
     """A teacher given by its last hidden states and its output weight.
 
-    ``hidden``: [T, G]; ``weight``: [V, G], rows for the ids of the student's shard.
+    ``hidden``: [T, G]; ``weight``: [V, G], rows for the ids of the student's shard; ``softcap``: bound of its logits.
     """
 
     hidden: torch.Tensor
     weight: torch.Tensor
+    softcap: float | None = None
 
     def forward(
         self, z: torch.Tensor, rows: slice, shard: VocabularyShard, divergence: Divergence
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See ``Teacher``."""
         b, norm = shard.log_probs(z)
-        a, norm_of_teacher = shard.log_probs(shard.logits(self.hidden[rows], self.weight))
+        a, norm_of_teacher = shard.log_probs(shard.logits(self.hidden[rows], self.weight, self.softcap))
         found = shard.sums(*divergence.sums(a, b))
         return found[:, 0], torch.cat([norm_of_teacher, norm, found[:, 1:]], -1)
 
@@ -178,7 +179,7 @@ class WholeVocabulary:
         self, z: torch.Tensor, rows: slice, stats: torch.Tensor, shard: VocabularyShard, divergence: Divergence
     ) -> torch.Tensor:
         """See ``Teacher``."""
-        y = shard.logits(self.hidden[rows], self.weight)
+        y = shard.logits(self.hidden[rows], self.weight, self.softcap)
         return divergence.derivatives(y.sub_(stats[:, :1]), z.sub_(stats[:, 1:2]), stats[:, 2:])
 
 
@@ -258,6 +259,7 @@ def linear_divergence(
     vocab_size: int,
     temperature: float = 1.0,
     logits_bytes: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Divergence of softmax(hidden @ weight.T / temperature) from the teacher's distribution, differentiable.
 
@@ -268,6 +270,7 @@ def linear_divergence(
         group, temperature: as in :func:`vocab_parallel_logprob`.
         logits_bytes: maximum bytes of logits at a time, all ``BUFFERS`` of them included, for at least one row.
             ``None`` takes ``CHUNK_BYTES``.
+        softcap: bound of the student's logits, as in :func:`linear_logprob`.
 
     Returns:
         float32 [T] (float64 for float64 inputs), equal on all ranks of the group.
@@ -292,9 +295,10 @@ def linear_divergence(
         native.tensor("teacher.logp", teacher.logp, dtypes=_DTYPES, shape=tuple(teacher.ids.shape), like=hidden)
     shard = VocabularyShard(vocab_start, _columns(weight, vocab_start, vocab_size), float(temperature), group)
     if isinstance(teacher, WholeVocabulary):
-        teacher = WholeVocabulary(teacher.hidden, teacher.weight[: shard.columns])
+        teacher = replace(teacher, weight=teacher.weight[: shard.columns])
+    chunk = _chunk(hidden, weight.shape[0], logits_bytes)
     found: torch.Tensor = _LinearDivergence.apply(
-        hidden, weight[: shard.columns], teacher, divergence, shard, _chunk(hidden, weight.shape[0], logits_bytes)
+        hidden, weight[: shard.columns], teacher, divergence, shard, chunk, softcap
     )
     return found
 
@@ -309,6 +313,7 @@ def linear_top_k(
     vocab_size: int,
     temperature: float = 1.0,
     logits_bytes: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the k likeliest ids of softmax(hidden @ weight.T / temperature), int64 [T, k], and their log-probs
     [T, k], likeliest first, without gradient.
@@ -324,7 +329,7 @@ def linear_top_k(
     ids, logps = [], []
     with torch.no_grad():
         for part in hidden.split(chunk):
-            z = shard.logits(part, weight)
+            z = shard.logits(part, weight, softcap)
             z = z.sub_(shard.log_norm(z))
             own = z.topk(min(k, z.shape[1]), dim=-1)
             more = (0, k - own.values.shape[1])
@@ -346,30 +351,34 @@ class _LinearDivergence(torch.autograd.Function):
         divergence: Divergence,
         shard: VocabularyShard,
         chunk: int,
+        softcap: float | None,
     ) -> torch.Tensor:
         values, stats = [], []
         for rows in _slices(hidden.shape[0], chunk):
-            value, kept = teacher.forward(shard.logits(hidden[rows], weight), rows, shard, divergence)
+            value, kept = teacher.forward(shard.logits(hidden[rows], weight, softcap), rows, shard, divergence)
             values.append(value)
             stats.append(kept)
         ctx.save_for_backward(hidden, weight)
-        ctx.settings, ctx.stats = (teacher, divergence, shard, chunk), stats
+        ctx.settings, ctx.stats = (teacher, divergence, shard, chunk, softcap), stats
         return torch.cat(values)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: torch.Tensor) -> tuple[Any, ...]:
         hidden, weight = ctx.saved_tensors
-        teacher, divergence, shard, chunk = ctx.settings
+        teacher, divergence, shard, chunk, softcap = ctx.settings
         gradients = Gradients(hidden, weight, ctx.needs_input_grad, chunk)
 
         def of_logits(rows: slice, stats: torch.Tensor) -> torch.Tensor:
-            gradient = teacher.gradient(shard.logits(hidden[rows], weight), rows, stats, shard, divergence)
+            z = shard.logits(hidden[rows], weight, softcap)
+            slope = None if softcap is None else cap_slope(z * shard.temperature, softcap)
+            gradient = teacher.gradient(z, rows, stats, shard, divergence)
+            gradient = gradient if slope is None else gradient.mul_(slope)
             return gradient.mul_(upstream[rows, None] / shard.temperature).to(hidden.dtype)
 
         for rows, stats in zip(_slices(hidden.shape[0], chunk), ctx.stats, strict=True):
             gradients.add(rows, of_logits(rows, stats))
-        return *gradients.result(), None, None, None, None
+        return *gradients.result(), None, None, None, None, None
 
 
 def linear_divergence_reference(
@@ -383,14 +392,15 @@ def linear_divergence_reference(
     vocab_size: int,
     temperature: float = 1.0,
     logits_bytes: int | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Reference for :func:`linear_divergence` in plain torch, with whole logits of both models.
 
     With a group the logits are gathered. ``logits_bytes`` has no effect.
     """
-    log_q = _whole(hidden @ weight.t(), group, vocab_size, temperature)
+    log_q = _whole(hidden @ weight.t(), softcap, group, vocab_size, temperature)
     if isinstance(teacher, WholeVocabulary):
-        log_p = _whole(teacher.hidden @ teacher.weight.t(), group, vocab_size, temperature)
+        log_p = _whole(teacher.hidden @ teacher.weight.t(), teacher.softcap, group, vocab_size, temperature)
     else:
         log_p, of_ids = teacher.logp.to(log_q.dtype), log_q.gather(1, teacher.ids)
         if teacher.ids.shape[1] < vocab_size:
@@ -413,9 +423,14 @@ _DTYPES = (*native.REFERENCE, torch.bfloat16, torch.float16)
 
 
 def _whole(
-    z: torch.Tensor, group: torch.distributed.ProcessGroup | None, vocab_size: int, temperature: float
+    z: torch.Tensor,
+    softcap: float | None,
+    group: torch.distributed.ProcessGroup | None,
+    vocab_size: int,
+    temperature: float,
 ) -> torch.Tensor:
     """Return [T, vocab_size] log-probs of the logits of all shards; gradients reach this rank's."""
+    z = z if softcap is None else softcap * torch.tanh(z / softcap)
     z = z.to(torch.promote_types(z.dtype, torch.float32))
     if group is not None and group.size() > 1:
         shards = [torch.empty_like(z) for _ in range(group.size())]

@@ -23,6 +23,8 @@ import torch.nn.functional as F
 
 from megarl.ops import logprob, native
 
+SLOPE_ELEMENTS = 2**22
+"""Elements of the derivatives of bounded logits at a time."""
 ChunkLoss = Callable[[torch.Tensor, torch.Tensor, slice], torch.Tensor]
 """(logp [c], entropy [c], slice of their rows) -> scalar: this chunk's share of the loss."""
 
@@ -37,6 +39,7 @@ def linear_logprob(
     vocab_size: int,
     temperature: float = 1.0,
     logits_bytes: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-prob of ``targets`` and entropy of softmax(hidden @ weight.T / temperature), differentiable.
 
@@ -47,6 +50,7 @@ def linear_logprob(
         targets, group, vocab_start, vocab_size, temperature: as in :func:`vocab_parallel_logprob`.
         logits_bytes: maximum bytes of logits at a time; ``None`` keeps all (A). If T·V elements exceed it, chunks of
             rows share one buffer, and the backward recomputes them (C).
+        softcap: logits z become softcap · tanh(z / softcap), before the temperature; always by C.
 
     Returns:
         (logp, entropy), float32 [T], equal on all ranks of the group.
@@ -75,8 +79,9 @@ def linear_logprob(
             vocab_start=vocab_start,
             vocab_size=vocab_size,
             temperature=temperature,
+            softcap=softcap,
         )
-    if chunk >= hidden.shape[0]:
+    if chunk >= hidden.shape[0] and softcap is None:
         with torch.autocast(hidden.device.type, enabled=False):  # a budget must not change the GEMM's precision
             logits = F.linear(hidden, weight)
         return logprob.vocab_parallel_logprob(
@@ -84,7 +89,7 @@ def linear_logprob(
             group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature,
         )  # fmt: skip
     shard = (vocab_start, vocab_size, temperature)
-    logp, entropy = _Recompute.apply(hidden, weight, targets.contiguous(), shard, _name(group), chunk)
+    logp, entropy = _Recompute.apply(hidden, weight, targets.contiguous(), shard, _name(group), chunk, softcap)
     return logp, entropy
 
 
@@ -152,16 +157,17 @@ class _Recompute(torch.autograd.Function):
         shard: tuple[int, int, float],
         ranks: str,
         chunk: int,
+        softcap: float | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         buffer = hidden.new_empty(chunk, weight.shape[0])
         stats = hidden.new_empty(hidden.shape[0], 4, dtype=native.real())
         for rows in _chunks(hidden.shape[0], chunk):
-            logits = _logits(hidden[rows], weight, buffer)
+            logits = capped_(_logits(hidden[rows], weight, buffer), softcap)
             stats[rows] = logprob.local_stats(logits, targets[rows], *shard)
         stats = logprob.gather_stats(stats, ranks) if ranks else stats[None]
         logp, entropy, norm = logprob.combine_stats(stats, targets, shard[-1])
         ctx.save_for_backward(hidden, weight, targets, norm, entropy)
-        ctx.shard, ctx.chunk = shard, chunk
+        ctx.shard, ctx.chunk, ctx.softcap = shard, chunk, softcap
         ctx.set_materialize_grads(False)
         return logp, entropy
 
@@ -172,11 +178,17 @@ class _Recompute(torch.autograd.Function):
         gradients = Gradients(hidden, weight, ctx.needs_input_grad, ctx.chunk)
         buffer = hidden.new_empty(ctx.chunk, weight.shape[0])
         for rows in _chunks(hidden.shape[0], ctx.chunk):
-            logits = _logits(hidden[rows], weight, buffer)
-            upstream = (None if g is None else g[rows] for g in (grad_logp, grad_entropy))
-            logprob.gradient_(logits, targets[rows], norm[rows], entropy[rows], *upstream, *ctx.shard)
+            logits = capped_(_logits(hidden[rows], weight, buffer), ctx.softcap)
+            few = max(1, SLOPE_ELEMENTS // max(1, logits.shape[1])) if ctx.softcap else max(1, len(logits))
+            for part in _chunks(len(logits), few):
+                z, at = logits[part], slice(rows.start + part.start, rows.start + part.stop)
+                slope = cap_slope(z, ctx.softcap) if ctx.softcap else None
+                upstream = (None if g is None else g[at] for g in (grad_logp, grad_entropy))
+                logprob.gradient_(z, targets[at], norm[at], entropy[at], *upstream, *ctx.shard)
+                if slope is not None:
+                    z.mul_(slope)
             gradients.add(rows, logits)
-        return *gradients.result(), None, None, None, None
+        return *gradients.result(), None, None, None, None, None
 
 
 class _InForward(torch.autograd.Function):
@@ -231,7 +243,7 @@ class Gradients:
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, needed: tuple[bool, ...], chunk: int) -> None:
         self.inputs = hidden, weight
         self.hidden = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if needed[0] else None
-        wide = torch.promote_types(weight.dtype, torch.float32)
+        wide = weight.dtype if chunk >= len(hidden) else torch.promote_types(weight.dtype, torch.float32)
         self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
         # A chunk's product with the hidden states takes no more memory than its logits.
         self.columns = max(1, chunk * weight.shape[0] // max(1, weight.shape[1]))
@@ -264,10 +276,12 @@ def linear_logprob_reference(
     vocab_size: int,
     temperature: float = 1.0,
     logits_bytes: int | None = None,
+    softcap: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Reference for :func:`linear_logprob` in plain torch; ``logits_bytes`` has no effect."""
+    logits = F.linear(hidden, weight)
     return logprob.vocab_parallel_logprob_reference(
-        F.linear(hidden, weight), targets,
+        logits if softcap is None else softcap * torch.tanh(logits / softcap), targets,
         group=group, vocab_start=vocab_start, vocab_size=vocab_size, temperature=temperature,
     )  # fmt: skip
 
@@ -317,6 +331,16 @@ def _scalar(share: Any) -> torch.Tensor:
             f"loss must return a scalar tensor for a chunk, got {what}; return its sum over the chunk's rows"
         )
     return share
+
+
+def capped_(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Bound logits in place: z becomes ``softcap`` · tanh(z / ``softcap``); ``None`` keeps them."""
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def cap_slope(capped: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Return the derivative of ``capped_`` at each of its results."""
+    return 1.0 - (capped / softcap).square_()
 
 
 def _logits(hidden: torch.Tensor, weight: torch.Tensor, buffer: torch.Tensor) -> torch.Tensor:

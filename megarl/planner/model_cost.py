@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 
 from megarl.weights.architectures import ModelSizes, architecture
 from megarl.weights.architectures.megatron_config import transformer_kwargs
+from megarl.weights.architectures.table import sizes_of_layer
 
 
 @dataclass(frozen=True)
@@ -169,8 +170,13 @@ class ModelCost:
         sizes, settings = found.sizes(hf_config), transformer_kwargs(found, hf_config)
         window = settings.get("window_size", (0, 0))[0] + 1
         windowed = settings.get("window_attn_skip_freq", [0] * sizes.num_layers)
-        kinds = [(number in sizes.moe_layers, bool(windowed[number])) for number in range(sizes.num_layers)]
-        costs = {kind: replace(_layer(sizes, kind[0]), window=window * kind[1]) for kind in set(kinds)}
+        layers = range(sizes.num_layers)
+        kinds = [(n in sizes.moe_layers, bool(windowed[n]), n in sizes.global_layers) for n in layers]
+        costs = {}
+        for number in layers:
+            if (kind := kinds[number]) not in costs:
+                layer = _layer(sizes_of_layer(sizes, number), kind[0], keys_are_values=kind[2])
+                costs[kind] = replace(layer, window=window * kind[1])
         return cls(tuple(costs[kind] for kind in kinds), sizes.hidden, sizes.vocab, sizes.tied)
 
     @cached_property
@@ -202,7 +208,7 @@ class ModelCost:
         return max(layer.experts for layer in self.layers)
 
 
-def _layer(sizes: ModelSizes, experts: bool) -> LayerCost:
+def _layer(sizes: ModelSizes, experts: bool, keys_are_values: bool = False) -> LayerCost:
     h = sizes.hidden
     if sizes.kv_lora:
         attention = [
@@ -217,7 +223,8 @@ def _layer(sizes: ModelSizes, experts: bool) -> LayerCost:
         widths, kv, kv_ways = sizes.qk_nope + sizes.qk_rope + sizes.v_head, sizes.latent_kv, 1
         inner = 2 * (sizes.latent_q + sizes.latent_up)
     else:
-        attention = [Product(h, sizes.q + 2 * sizes.kv, "column"), Product(sizes.q, h, "row")]
+        joint = sizes.q + (1 if keys_are_values else 2) * sizes.kv
+        attention = [Product(h, joint, "column"), Product(sizes.q, h, "row")]
         widths, kv, kv_ways = 2 * sizes.head, 2 * sizes.kv, sizes.kv_heads
         inner = 2 * (sizes.q + 2 * sizes.kv)
     if not experts:

@@ -71,7 +71,8 @@ def trainers(work: StepWork, ranks: int, device: Device, name: str, colocated: b
 def engines(work: StepWork, gpus: int, device: Device) -> Iterator[tuple[int, int]]:
     """Yield (tensor-parallel size, number) of the engines that fill ``gpus`` and fit."""
     for tp in SIZES:
-        if gpus % tp or work.sizes.heads % tp or not shares_heads(0 if work.sizes.kv_lora else work.sizes.kv_heads, tp):
+        groups = (0 if work.sizes.kv_lora else work.sizes.kv_heads, work.sizes.global_kv_heads)
+        if gpus % tp or work.sizes.heads % tp or not all(shares_heads(number, tp) for number in groups):
             continue
         if (
             work.model.parameters * 2 / tp < device.memory_bytes * work.device_share - 6e9

@@ -33,6 +33,8 @@ from tests.loop.zygote import Forked, Zygote
 
 VOCAB = 200  # not a multiple of 64: both sides pad it, each in its own way
 EOS = 2
+BUFFERS = "correction_bias", "layer_scalar"
+"""Ends of the names of weights that transformers keeps as buffers."""
 KEY = "the key of this test"
 HOST = "127.0.0.1"
 
@@ -90,11 +92,11 @@ def save_tiny_qwen3(
 
 
 def perturbed(model: PreTrainedModel, seed: int) -> PreTrainedModel:
-    """The same architecture with other weights (and another router bias, which is a buffer)."""
+    """The same architecture with other weights (some are buffers)."""
     generator = torch.Generator().manual_seed(seed)
     other = copy.deepcopy(model)
     tensors = dict(other.named_parameters())
-    tensors |= {name: buffer for name, buffer in other.named_buffers() if name.endswith("correction_bias")}
+    tensors |= {name: buffer for name, buffer in other.named_buffers() if name.endswith(BUFFERS)}
     with torch.no_grad():
         for tensor in tensors.values():
             tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))

@@ -119,6 +119,7 @@ SIZES: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["dense", "sparse"],
     },
     "gemma3_text": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_text": {**_ENGINE_SIZES, "global_head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]},
     "phi3": _HIDDEN_128,
     "gpt_oss": {**_ENGINE_SIZES, "intermediate_size": 128},
     "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
@@ -212,6 +213,8 @@ MORE_CELLS = (
     Cell("exaone_moe", TP2_EP2, {"tp": 2}),
     Cell("exaone_moe", PP2, EXPERTS),
     Cell("gemma3_text", PP2, {"tp": 2}),
+    Cell("gemma4_text", TP2, {"tp": 2}),
+    Cell("gemma4_text", PP2, {"tp": 2}, changes={"num_global_key_value_heads": 1}),  # on two workers
     Cell("lfm2", TP2, {"tp": 2}),
     Cell("lfm2", PP2),
     Cell("phi3", PP2, {"tp": 2}),

@@ -319,6 +319,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "gemma4_text": (
+        "gemma4_text",
+        {
+            **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True, "sliding_window": 8, "num_key_value_heads": 4},
+            **{"global_head_dim": 32, "num_global_key_value_heads": 2, "attention_k_eq_v": True},
+            **{"final_logit_softcapping": 3.0, "hidden_size_per_layer_input": 0},
+            "layer_types": [*["sliding_attention"] * 2, "full_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": _ROPE,
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            },
+        },
+    ),
     "glm4": (
         "glm4",
         {**_DENSE, "head_dim": 24, "attention_bias": True, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}},
@@ -391,12 +404,16 @@ def hf_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in name or "ln_q" in name:
                 tensor.add_(0.2 * torch.randn_like(tensor))
+                if model_type == "gemma4_text" and name.endswith("q_norm.weight"):
+                    tensor.mul_(0.2)  # its scores are not divided; large ones magnify rounding
             elif name.endswith((".bias", "proj_bias", "e_score_correction_bias")):
                 tensor.copy_(0.3 * torch.randn_like(tensor))
             elif name.endswith("A_log"):  # a state that decays within a token would hide most mistakes
                 tensor.copy_(0.3 * torch.randn_like(tensor) - 2.0)
             elif name.endswith("conv1d.weight"):  # else the norm behind it magnifies rounding
                 tensor.mul_(3.0)
+            elif name.endswith("layer_scalar"):
+                tensor.copy_(1.0 + 0.2 * torch.randn_like(tensor))
             elif name.endswith("sinks"):  # the gradient of a low one is mostly rounding
                 tensor.copy_(2.0 + 0.3 * torch.randn_like(tensor))
     if config_class:

@@ -23,10 +23,12 @@ TOLERANCE = 1e-5
 """Of the largest entry: of all log-probs, and of each parameter's gradient on a rank."""
 BF16_TOLERANCE = 0.15
 """8 bits of mantissa, through four layers, against float32."""
+OTHERS = (*ALIKE, "gemma4_text")
+"""Families with another rotation, other windows or heads."""
 LENGTHS = (5, 24, 2, 13, 17, 9, 24, 3)
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    name: (name, {}) for name in ("qwen3", "qwen2", "llama3", "qwen3_moe", "deepseek_v3", "deepseek_v3_yarn", *ALIKE)
+    name: (name, {}) for name in ("qwen3", "qwen2", "llama3", "qwen3_moe", "deepseek_v3", "deepseek_v3_yarn", *OTHERS)
 } | {"linear": ("llama2", {"rope_parameters": LINEAR})}
 
 
@@ -72,7 +74,7 @@ ALL = [
     ),
     *(Case(grid, packed, "deepseek_v3_yarn") for grid in ("tp2-sp", "cp2", "tp2cp2-sp") for packed in BOTH),
     *(Case(grid, True, model) for model in ("llama3", "linear", "qwen2", "deepseek_v3") for grid in ("tp1", "cp2")),
-    *(Case(grid, packed, model) for model in ALIKE for grid in ("cp2", "tp2cp2-sp") for packed in BOTH),
+    *(Case(grid, packed, model) for model in OTHERS for grid in ("cp2", "tp2cp2-sp") for packed in BOTH),
     *(
         Case(grid, packed, "qwen3", recompute)
         for recompute in ("selective", "full")
@@ -88,11 +90,12 @@ ALL = [
 def in_every_run(case: Case) -> bool:
     """Of a recomputed layer, bfloat16 and YaRN every grid meets one layout in turn; families that differ in their
     rotation alone meet one grid (all are on one rank in test_families.py). ``make soak`` has all."""
-    if case.model in ALIKE:  # a part of each head rotates, or no head of some layers
+    if case.model in OTHERS:  # a part of each head rotates, or no head of some layers
         return case in (
             Case("cp2", True, "glm4_moe"),
             Case("cp2", True, "smollm3"),
             Case("cp2", True, "qwen2_windows"),
+            Case("cp2", True, "gemma4_text"),
             Case("tp2cp2-sp", False, "qwen2_windows"),
         )
     if case.model in ("llama3", "linear", "qwen2", "deepseek_v3"):
@@ -265,6 +268,7 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> dict[Case, tuple[floa
                 (f"chunk{v}.{name}" if len(chunks) > 1 else name, p)
                 for v, chunk in enumerate(chunks)
                 for name, p in unwrap(chunk).named_parameters()
+                if p.requires_grad
             ]
             gradients = {name: torch.full(tensor.shape, float("nan")) for name, tensor in tensors.items()}
             hf.load_into(Path(folder) / f"{case.model}-gradients", plan, rank, gradients)

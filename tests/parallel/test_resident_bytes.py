@@ -36,7 +36,7 @@ ADAPTED = {
 }
 """Models with adapters. Most sizes are no multiple of 64, so that there are gaps between parameters. Of some only one
 stage, or one of the ranks that share experts, has something to train; a router has a bias that is not trained."""
-LM_ALONE = ("tower", "untied", "one expert", "routers")
+LM_ALONE = ("tower", "untied", "one expert", "routers", "factors")
 """Parts of the names of models that are not built with a score head."""
 CASES: dict[int, list[Case]] = {
     1: [
@@ -60,6 +60,7 @@ CASES: dict[int, list[Case]] = {
         ("direct", ParallelConfig(dp=2), "bfloat16"),
         ("deepseek", ParallelConfig(pp=2, first_stage_layers=1), "float32"),
         ("tower", ParallelConfig(dp=2), "bfloat16"),
+        ("factors", ParallelConfig(dp=2), "bfloat16"),
         ("trained tower", ParallelConfig(dp=2), "bfloat16"),
         ("trained tower", ParallelConfig(pp=2, vpp=2), "float32"),
         ("qwen3, LoRA", ParallelConfig(tp=2), "bfloat16"),
@@ -163,6 +164,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("qwen3_moe_mixed", folder / "mixed")
     save("deepseek_v3", folder / "deepseek")
     save("deepseek_v3", folder / "direct", q_lora_rank=None, hidden_size=72)
+    save("gemma4_text", folder / "factors")  # of its layers, never trained
     save("qwen2_5_vl", folder / "tower")
     save("qwen2_5_vl", folder / "trained tower")
     hf_classifier("qwen3").save_pretrained(folder / "scores")

@@ -294,6 +294,8 @@ def test_what_no_table_covers_is_refused(changes: dict, message: str) -> None:
 
 LLAMA3 = FAMILIES["llama3"][1]["rope_parameters"]
 YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
+GEMMA4_ROPES = FAMILIES["gemma4_text"][1]["rope_parameters"]
+PROPORTIONAL = GEMMA4_ROPES["full_attention"]
 
 
 @pytest.mark.parametrize(
@@ -330,6 +332,28 @@ YARN = FAMILIES["deepseek_v3_yarn"][1]["rope_parameters"]
             {"mlp_layer_types": ["dense"]},
             r"mlp_layer_types=\['dense'\]; it must be a list of dense or",
         ),
+        ("gemma4_text", {"hidden_size_per_layer_input": 8}, r"hidden_size_per_layer_input=8 is not supported, only 0"),
+        ("gemma4_text", {"num_kv_shared_layers": 1}, r"num_kv_shared_layers=1 is not supported, only 0"),
+        ("gemma4_text", {"enable_moe_block": True}, r"enable_moe_block=True is not supported, only False"),
+        ("gemma4_text", {"num_experts": 4}, r"num_experts=4 is not supported, only None"),
+        ("gemma4_text", {"attention_k_eq_v": False}, r"attention_k_eq_v=False is not supported, only True"),
+        ("gemma4_text", {"use_bidirectional_attention": "all"}, r"use_bidirectional_attention='all' is not supported"),
+        (
+            "gemma4_text",
+            {"per_layer_config": {layer: {"num_key_value_heads": 3} for layer in (2, 3)}},
+            r"num_global_key_value_heads=3 does not divide num_attention_heads=4",
+        ),
+        ("gemma4_text", {"per_layer_config": {1: {"head_dim": 8}}}, r"all full_attention layers must have the same"),
+        (
+            "gemma4_text",
+            {"rope_parameters": {**GEMMA4_ROPES, "full_attention": {**PROPORTIONAL, "factor": 2.0}}},
+            r"rope_type='proportional' and factor=2\.0 is not supported, only 1\.0: vLLM ignores",
+        ),
+        (
+            "gemma4_text",
+            {"rope_parameters": {**GEMMA4_ROPES, "full_attention": {**PROPORTIONAL, "rope_type": "default"}}},
+            r"rope_type='default' and partial_rotary_factor=0\.25 is not supported",
+        ),
         ("deepseek_v3", {"rope_interleave": False}, r"rope_interleave=False is not supported"),
         ("deepseek_v3", {"norm_topk_prob": False}, r"norm_topk_prob=False and num_experts_per_tok=4"),
         ("deepseek_v3", {"num_experts_per_tok": 6}, r"num_experts_per_tok=6 and topk_group=2 .*=3; use a checkpoint"),
@@ -350,16 +374,17 @@ def test_what_megatron_cannot_express_is_refused(family: str, changes: dict[str,
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_table_names_every_parameter_once(name: str) -> None:
-    """In one kind of layer; rows for layers with and without experts may have the same name."""
+    """In one kind of layer; rows for layers with and without experts, or windows, may have the same name."""
     found = ARCHITECTURES[name]
     assert found.name == name
-    kinds = (set(Stage) - {Stage.MOE}, set(Stage) - {Stage.DENSE})
+    either = (Stage.MOE, Stage.WINDOWED), (Stage.MOE, Stage.GLOBAL), (Stage.DENSE, Stage.GLOBAL)
+    kinds = [set(Stage) - set(others) for others in either]
     for params in ([param for param in found.params if param.stage in kind] for kind in kinds):
         for names in ([param.megatron for param in params], [param.te or param.megatron for param in params]):
             assert len(set(names)) == len(names)
         logical = [part for param in params if param.op is not Op.TIED for part in param.hf]
         assert len(set(logical)) == len(logical)
-    fused = [part for joint in found.vllm for part in joint.hf]
+    fused = [part for joint in found.vllm for part in dict.fromkeys(joint.hf)]
     assert len(set(fused)) == len(fused)
     assert set(fused) <= {part for param in found.params for part in param.hf}
 

@@ -26,6 +26,7 @@ TOWER = {
 PIXTRAL = {**TOWER, "model_type": "pixtral", "head_dim": 16}
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma": ("gemma3", "gemma3_text", {**TOWER, "model_type": "siglip_vision_model"}),
+    "gemma4": ("gemma4", "gemma4_text", {**TOWER, "model_type": "gemma4_vision"}),
     "mistral": ("mistral3", "mistral", PIXTRAL),
     "ministral": ("mistral3", "ministral3", PIXTRAL),
     "ministral_tied": ("mistral3", "ministral3", PIXTRAL),  # as Ministral 3 of 3B

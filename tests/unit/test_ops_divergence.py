@@ -97,6 +97,28 @@ def test_against_the_definition(divergence: Divergence, top_k: int) -> None:
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5 * float(b.abs().max()))
 
 
+@pytest.mark.parametrize("divergence", KINDS, ids=lambda d: f"{d.kind}-{d.beta}")
+def test_bounded_logits(divergence: Divergence) -> None:
+    """Of student and teacher, each by its own bound; values are those of the bounded distributions."""
+    hidden, weight, taught, head = make(3)
+    teacher = WholeVocabulary(taught, head, softcap=2.0)
+    settings: dict[str, Any] = {"vocab_size": IDS, "temperature": TEMPERATURE, "softcap": 1.5}
+
+    def bounded(hidden: torch.Tensor, weight: torch.Tensor, softcap: float) -> torch.Tensor:
+        logits = softcap * torch.tanh((hidden @ weight.t())[:, :IDS] / softcap)
+        return (logits / TEMPERATURE).softmax(-1)
+
+    wanted = with_gradients(
+        lambda h, w: defined(bounded(taught, head, 2.0), bounded(h, w, 1.5), divergence), hidden, weight
+    )
+    for of in (linear_divergence, linear_divergence_reference):
+        found = with_gradients(lambda h, w: of(h, w, teacher, divergence, **settings), hidden, weight)  # noqa: B023
+        for a, b in zip(found, wanted, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+    _, logp = linear_top_k(hidden, weight, 3, **settings)
+    torch.testing.assert_close(logp, bounded(hidden, weight, 1.5).log().topk(3).values, rtol=1e-9, atol=1e-11)
+
+
 def by_trls_beta(p: torch.Tensor, q: torch.Tensor, beta: float) -> torch.Tensor:
     """The divergence that TRL's ``GKDTrainer`` documents for its ``beta``, by torch.distributions. TRL itself is not
     installed."""

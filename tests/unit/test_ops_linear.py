@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl import ops
-from megarl.ops import native
+from megarl.ops import linear, native
 from tests.conftest import examples
 from tests.parallel.grid import run_grid
 
@@ -133,6 +134,19 @@ def test_modes_agree_with_each_other(dtype: torch.dtype) -> None:
             assert (mine - a).abs().max() <= 2 * rounding * a.abs().max(), (mode, chunk)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chunk", [None, 3])
+def test_bounded_logits(dtype: torch.dtype, chunk: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the derivatives of the bound exist for two rows at a time."""
+    case = make_case(4, temperature=0.6, dtype=dtype)
+    wanted = differentiate(case, "truth", None, softcap=2.0)
+    free = differentiate(case, "truth", None)
+    assert wanted.logp is not None and free.logp is not None and (wanted.logp - free.logp).abs().max() > 0.5
+    assert_close(case, differentiate(case, "C", chunk, softcap=2.0), wanted)
+    monkeypatch.setattr(linear, "SLOPE_ELEMENTS", 80)
+    assert_close(case, differentiate(case, "C", chunk, softcap=2.0), wanted)
+
+
 def test_gradients_by_finite_differences(monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin in float64, through both ways of taking the loss."""
     monkeypatch.setattr(native, "runs_twins", True)
@@ -150,7 +164,9 @@ def test_gradients_by_finite_differences(monkeypatch: pytest.MonkeyPatch) -> Non
         )
 
     assert torch.autograd.gradcheck(by_loss, (hidden, weight))
-    assert torch.autograd.gradcheck(lambda h, w: ops.linear_logprob(h, w, case.targets, vocab_size=6), (hidden, weight))
+    for softcap in (None, 0.7):
+        bounded = functools.partial(ops.linear_logprob, targets=case.targets, vocab_size=6, softcap=softcap)
+        assert torch.autograd.gradcheck(bounded, (hidden, weight))
 
 
 def _on_rank(rank: int, case: Case, world: int) -> list[Result]:

@@ -133,8 +133,8 @@ def _in_features(module: Any) -> int:
     return int(getattr(module, "input_size_per_partition", None) or module.input_size)
 
 
-BUFFERS = {"e_score_correction_bias"}
-"""Weights that transformers' modules keep as buffers: routers' biases, if vLLM runs these modules."""
+BUFFERS = {"e_score_correction_bias", "layer_scalar"}
+"""Weights that models keep as buffers: routers' biases, if vLLM runs transformers' modules; factors of layers."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from megarl.learn.memory.resident_bytes import ITEM_BYTES
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.ops.divergence import BUFFERS, CHUNK_BYTES
 from megarl.weights.architectures import ModelSizes
+from megarl.weights.architectures.table import sizes_of_layer
 from megarl.weights.reshard.adapters import EMBEDDING, names_module
 
 FLOAT_BYTES = 4
@@ -99,7 +100,7 @@ def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tupl
     modules = model.recompute_modules if model.recompute == "selective" else []
     kept, again = [], []
     for layer in range(sizes.num_layers):
-        parts = _parts(sizes, layer in sizes.moe_layers, grid)
+        parts = _parts(sizes_of_layer(sizes, layer), layer in sizes.moe_layers, grid)
         for name, size in _adapters(sizes, layer in sizes.moe_layers, model, grid).items():
             parts[name] += size
         whole = sum(parts.values())

@@ -41,6 +41,8 @@ EXPERTS = ".mlp.experts."
 """Part of the names of parameters with separate buffers (``gpt._mark_experts``)."""
 FROZEN = ("visual",)
 """Modules that are trained only with ``model.train_vision_tower``."""
+NEVER_TRAINED = ".scalar"
+"""End of the names of parameters that are in no buffer: factors of layers."""
 MODULES = (
     "chunk",
     "embedding",
@@ -84,6 +86,7 @@ MODULES = (
     "local_experts",
     "linear_fc",
     "layer_norm_weight",
+    "scalar",
     "norm",
     "weight",
     "bias",
@@ -140,7 +143,12 @@ def _trained_by(model: ModelConfig, layout: Layout, head: Head) -> Callable[[Lay
         whole = set(trained_whole(layout.tensors, model.lora, head))
         return lambda row: not whole.isdisjoint(row.parts)
     frozen = () if model.train_vision_tower else FROZEN
-    return lambda row: _split_chunk(row.local)[1].partition(".")[0] not in frozen
+
+    def is_trained(row: LayoutRow) -> bool:
+        module = _split_chunk(row.local)[1].partition(".")[0]
+        return module not in frozen and not row.local.endswith(NEVER_TRAINED)
+
+    return is_trained
 
 
 def bucket_size(parallel: ParallelConfig) -> int | None:

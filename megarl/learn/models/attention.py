@@ -12,6 +12,7 @@ sequences on this rank, h query heads and g key/value heads of this rank, d widt
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import ColumnParallelLinear, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -29,6 +31,8 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 
 from megarl.learn.models.packed import PackedLayout, packed_layout, positions_of
 
+VARLEN_WIDTH = 256
+"""Widest head of torch's kernel for packed sequences."""
 SINK_COLUMNS = 8
 """Columns added to queries and keys for sinks: one is used, but GPU kernels want multiples of 8."""
 
@@ -242,7 +246,8 @@ class CoreAttention(MegatronModule):  # type: ignore[misc]
         )
         half, same_width = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1] == value.shape[-1]
         is_slower = layout.buckets.are_long_and_full and self.window is None
-        if query.is_cuda and half and same_width and self.softmax_offset is None and not is_slower:
+        fits = half and same_width and query.shape[-1] <= VARLEN_WIDTH and self.softmax_offset is None
+        if query.is_cuda and fits and not is_slower:
             out = self._varlen(query, key, value, params, layout)
         else:
             out = self.bucketed(query, key, value, layout)
@@ -317,6 +322,55 @@ class GatedSelfAttention(SelfAttention):  # type: ignore[misc]
     def _apply_output_gate(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         """Return [s, b, h * d] times the sigmoid of its gate; Megatron compiles this, for minutes on CPUs."""
         return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
+
+
+class NormedValueAttention(SelfAttention):  # type: ignore[misc]
+    """Megatron's attention with each value head normed, without a weight."""
+
+    def get_query_key_value_tensors(self, *arguments: Any, **named: Any) -> Any:
+        """Return query, key and value of this rank's heads: [s, b, h, d], twice [s, b, g, d]."""
+        query, key, value = super().get_query_key_value_tensors(*arguments, **named)
+        return query, key, _unweighted_norm(value, self.config)
+
+
+class KeysAsValuesAttention(SelfAttention):  # type: ignore[misc]
+    """Attention whose values are its keys before norm and rope, normed without a weight; with heads of its own.
+
+    Args:
+        head: Width of a head.
+        groups: Key heads of the model's layer.
+    """
+
+    def __init__(self, config: Any, *arguments: Any, head: int, groups: int, **named: Any) -> None:
+        config = copy.copy(config)
+        config.kv_channels, config.num_query_groups = head, groups
+        super().__init__(config, *arguments, **named)
+        self.linear_qkv = ColumnParallelLinear(
+            config.hidden_size, self.query_projection_size + self.kv_projection_size, config=config,
+            init_method=config.init_method, gather_output=False, bias=False, skip_bias_add=False, is_expert=False,
+            tp_comm_buffer_name="qkv", tp_group=self.pg_collection.tp,
+        )  # fmt: skip
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *unused: Any, **also_unused: Any) -> Any:
+        """Return query, key and value of this rank's heads: [s, b, h, d], twice [s, b, g, d].
+
+        With fewer key heads than ranks, each computes its whole group and takes its query heads, as Megatron does.
+        """
+        mixed, _ = self.linear_qkv(hidden_states)
+        groups, width, tp = self.config.num_query_groups, self.config.kv_channels, self.pg_collection.tp
+        each = max(tp.size() // groups, 1)  # ranks that share a group
+        if each > 1:
+            mixed = all_gather_last_dim_from_tensor_parallel_region(mixed).chunk(groups, -1)[tp.rank() // each]
+        rows = self.config.num_attention_heads // groups + 1
+        mixed = mixed.unflatten(-1, (-1, rows, width))
+        query, key = mixed[:, :, :, :-1].flatten(2, 3), mixed[:, :, :, -1]
+        if each > 1:
+            query = query.chunk(each, 2)[tp.rank() % each]
+        return self.q_layernorm(query), self.k_layernorm(key), _unweighted_norm(key, self.config)
+
+
+def _unweighted_norm(x: torch.Tensor, config: Any) -> torch.Tensor:
+    return F.rms_norm(x.float(), x.shape[-1:], None, config.layernorm_epsilon).to(x.dtype)
 
 
 @cache

@@ -61,7 +61,7 @@ def build_chunks(
         vp_stage = chunk if parallel.vpp > 1 else None
         pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        block = block_spec(config, model, vp_stage, numbers.residual, arch.norms)
+        block = block_spec(config, model, vp_stage, numbers.residual, arch.norms, arch.sizes(hf_config))
         if has_router_bias(arch) and not arch.router.sigmoid:
             experts.balance(block, model.router, biased=True)
         if not config.gated_linear_unit:

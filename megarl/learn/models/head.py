@@ -82,6 +82,8 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
     """
 
     request: Request | None = None
+    softcap: float | None = None
+    """Logits z become ``softcap`` · tanh(z / ``softcap``)."""
     switch: Switch | None = None
     added: Callable[[], torch.Tensor]
     """With a ``switch``: returns the adapter's addition to the weight [V, H]."""
@@ -95,7 +97,7 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
             weight = (self.weight if weight is None else weight) + self.added()
         if request is None:
             output, bias = super().forward(input_, weight, runtime_gather_output)
-            return output, bias
+            return output if self.softcap is None else self.softcap * torch.tanh(output / self.softcap), bias
         columns = self.output_size_per_partition
         # With sequence parallelism, gather the whole sequence briefly: the backward pass needs only the requested rows.
         gathers = self.sequence_parallel
@@ -115,10 +117,11 @@ class LogProbHead(ColumnParallelLinear):  # type: ignore[misc]
             vocab_size=request.vocab_size,
             temperature=request.temperature,
             logits_bytes=request.logits_bytes,
+            softcap=self.softcap,
         )
         rows = torch.stack(outputs, dim=-1)
         if request.columns is not None:
-            settings = request.temperature, request.logits_bytes, request.float32
+            settings = request.temperature, request.logits_bytes, request.float32, self.softcap
             rows = torch.cat([rows, request.columns(HeadInput(hidden, weight, self.tp_group, *settings))], dim=-1)
         number = rows.shape[1]
         return rows.new_zeros(shape.numel(), number).index_copy(0, request.places, rows).view(*shape, number), None

@@ -23,12 +23,16 @@ class Residual(torch.nn.Module):
 
     Args:
         norm: Makes the norm; None for a family without one.
+        scaled: Multiply the sum by ``scalar`` [1], which training keeps.
     """
 
-    def __init__(self, multiplier: float, norm: Callable[[], torch.nn.Module] | None = None) -> None:
+    def __init__(
+        self, multiplier: float, norm: Callable[[], torch.nn.Module] | None = None, scaled: bool = False
+    ) -> None:
         super().__init__()
         self.multiplier = multiplier
         self.norm = None if norm is None else norm()
+        self.scalar = torch.nn.Parameter(torch.ones(1), requires_grad=False) if scaled else None
 
     def forward(self, training: bool, fused: bool) -> Callable[[WithBias, torch.Tensor, float], torch.Tensor]:
         """Return the function of (output and bias, residual, dropout) that Megatron's layers call."""
@@ -39,13 +43,14 @@ class Residual(torch.nn.Module):
             with torch.set_grad_enabled(x.requires_grad):
                 x = x if bias is None else x + bias
                 x = x if self.norm is None else self.norm(x)
-                return residual + x * self.multiplier
+                total = residual + x * self.multiplier
+                return total if self.scalar is None else total * self.scalar
 
         return add
 
 
 def install(stage: Any, numbers: Multipliers, *, logits: bool) -> None:
-    """Multiply the embeddings of a stage, and divide its logits by scaling the output layer's input.
+    """Multiply the embeddings of a stage, divide its logits by scaling the output layer's input, and bound them.
 
     Args:
         stage: A GPTModel.
@@ -58,6 +63,8 @@ def install(stage: Any, numbers: Multipliers, *, logits: bool) -> None:
         stage.embedding.register_forward_hook(lambda module, given, out: out * root.to(out))
     if stage.post_process and logits and numbers.logits != 1.0:
         stage.decoder.final_layernorm.register_forward_hook(lambda module, given, out: out / numbers.logits)
+    if stage.post_process and logits:
+        stage.output_layer.softcap = numbers.softcap
 
 
 class RMSNorm(torch.nn.RMSNorm):

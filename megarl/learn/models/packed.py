@@ -128,7 +128,8 @@ def install(stage: Any, ropes: Sequence[Rope | None]) -> None:
     embeddings = {main: stage.rotary_pos_emb}
     embeddings |= {rope: copy.copy(stage.rotary_pos_emb) for rope in ropes if rope not in (None, main)}
     for rope, embedding in embeddings.items():
-        embedding.inv_freq = frequencies(rope, 2 * len(embedding.inv_freq)).to(embedding.inv_freq.device)
+        width = rope.width or 2 * len(embedding.inv_freq)
+        embedding.inv_freq = frequencies(rope, width).to(embedding.inv_freq.device)
     for layer in stage.decoder.layers:
         if (rope := ropes[layer.layer_number - 1]) is None:
             continue
@@ -157,12 +158,17 @@ class _Replaced:
 def frequencies(rope: Rope, width: int) -> torch.Tensor:
     """Return float32 [width / 2]: radians per token, with the same bits as transformers.
 
+    A frequency of 0 (proportional) leaves its two dimensions as they are.
+
     Sources: linear by kaiokendev, YaRN 2309.00071; llama3 from Llama 3.1.
     """
     powers = rope.base ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     plain = 1.0 / powers
     if rope.kind in ("default", "linear"):
         return plain / rope.factor
+    if rope.kind == "proportional":
+        turning = torch.arange(len(plain)) < int(rope.share * width // 2)
+        return torch.where(turning, plain, 0.0)
     if rope.kind == "yarn":
         bounds = [
             width * math.log(rope.original / (turns * 2 * math.pi)) / (2 * math.log(rope.base))

@@ -15,7 +15,7 @@ from megarl.weights import megatron_private
 from megarl.weights.architectures import architecture
 from megarl.weights.architectures.megatron_config import transformer_kwargs
 from megarl.weights.architectures.rope import ropes
-from megarl.weights.architectures.table import USUAL_NORMS, NormRules
+from megarl.weights.architectures.table import USUAL_NORMS, ModelSizes, NormRules
 
 LATENT_NORM_EPS = 1e-6
 """Epsilon of latent attention's norms in transformers, regardless of ``rms_norm_eps``; Megatron has one for all
@@ -73,17 +73,22 @@ def _check_package(setting: str, module: str, package: str, fix: str, parallel: 
 
 
 def block_spec(
-    config: Any, model: ModelConfig, vp_stage: int | None = None, residual: float = 1.0, rules: NormRules = USUAL_NORMS
+    config: Any,
+    model: ModelConfig,
+    vp_stage: int | None = None,
+    residual: float = 1.0,
+    rules: NormRules = USUAL_NORMS,
+    sizes: ModelSizes | None = None,
 ) -> Any:
     """Make TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts by
     ``config``, with norms by ``rules``. Outputs of attention and MLP are multiplied by ``residual`` before they are
-    added."""
+    added. ``sizes`` has the layers whose heads differ; None if there are none."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.spec_utils import ModuleSpec
 
-    from megarl.learn.models.attention import CoreAttention, GatedSelfAttention
+    from megarl.learn.models.attention import CoreAttention, GatedSelfAttention, NormedValueAttention
 
     if config.multi_latent_attention and config.q_lora_rank is None:
         megatron_private.keep_query_projection()
@@ -100,6 +105,8 @@ def block_spec(
         attention.core_attention = CoreAttention
         if config.attention_output_gate:
             layer.submodules.self_attention.module = GatedSelfAttention
+        if rules.of_values:
+            layer.submodules.self_attention.module = NormedValueAttention
         norms.place(layer.submodules, config, rules)
         if config.multi_latent_attention:
             latent_norm = ModuleSpec(module=RMSNorm, params={"own_eps": LATENT_NORM_EPS})
@@ -108,7 +115,26 @@ def block_spec(
             # Whole on every rank, as with TransformerEngine. The local spec's sharded and gathered projection loses the
             # gradient of the other ranks' heads for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    return _balanced(_with_recurrent_layers(_added(block, config, residual, rules), config, vp_stage), model)
+    block = _with_recurrent_layers(_added(block, config, residual, rules), config, vp_stage)
+    return _balanced(_with_global_layers(block, config, sizes, vp_stage), model)
+
+
+def _with_global_layers(block: Any, config: Any, sizes: ModelSizes | None, vp_stage: int | None) -> Any:
+    """Give the layers without a window their own heads, whose keys are the values, if they differ from the others."""
+    if sizes is None or not sizes.global_layers:
+        return block
+    from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+    from megarl.learn.models.attention import KeysAsValuesAttention
+
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    for number, layer in enumerate(block.layer_specs):
+        if first + number in sizes.global_layers:  # layers alike share one spec
+            attention = layer.submodules.self_attention
+            heads = {"head": sizes.global_head, "groups": sizes.global_kv_heads}
+            attention = replace(attention, module=KeysAsValuesAttention, params={**attention.params, **heads})
+            block.layer_specs[number] = replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+    return block
 
 
 def _with_recurrent_layers(block: Any, config: Any, vp_stage: int | None) -> Any:
@@ -131,14 +157,15 @@ def _with_recurrent_layers(block: Any, config: Any, vp_stage: int | None) -> Any
 
 
 def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:
-    if residual != 1.0 or rules.after:
+    if residual != 1.0 or rules.after or rules.scaled:
         from megatron.core.transformer.spec_utils import ModuleSpec
 
         from megarl.learn.models.norms import Residual
 
-        add = ModuleSpec(module=Residual, params={"multiplier": residual, "norm": norms.after(config, rules)})
+        params = {"multiplier": residual, "norm": norms.after(config, rules)}
         for layer in block.layer_specs:
-            layer.submodules.self_attn_bda = layer.submodules.mlp_bda = add
+            layer.submodules.self_attn_bda = ModuleSpec(module=Residual, params=params)
+            layer.submodules.mlp_bda = ModuleSpec(module=Residual, params={**params, "scaled": rules.scaled})
     return block
 
 

@@ -29,6 +29,8 @@ class HeadInput(NamedTuple):
     logits_bytes: int | None
     float32: bool
     """Compute logits in float32."""
+    softcap: float | None = None
+    """Bound of the student's logits."""
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -38,6 +40,7 @@ class HeadInput(NamedTuple):
             "vocab_start": self.group.rank() * self.weight.shape[0],
             "temperature": self.temperature,
             "logits_bytes": self.logits_bytes,
+            "softcap": self.softcap,
         }
 
 
@@ -95,6 +98,8 @@ class TeacherHead:
     weight: torch.Tensor | None = None
     """[V, G]: rows of the teacher's output weight for this rank's ids; None with ``top_k``, and on ranks without a
     head."""
+    softcap: float | None = None
+    """Bound of the teacher's logits."""
 
 
 @dataclass(frozen=True)
@@ -152,4 +157,6 @@ class DivergenceFromTeachers:
             self._weights[number] = head.weight.to(device)
         weight = self._weights[number]
         hidden = found.teacher_hidden[index, : weight.shape[1]].to(device, weight.dtype)
-        return WholeVocabulary(hidden.float(), weight.float()) if given.float32 else WholeVocabulary(hidden, weight)
+        if given.float32:
+            hidden, weight = hidden.float(), weight.float()
+        return WholeVocabulary(hidden, weight, head.softcap)

@@ -201,11 +201,14 @@ def check_engine(path: str, hf_config: Mapping[str, Any]) -> None:
                 f"kv_lora_rank={sizes.kv_lora} with qk_rope_head_dim={sizes.qk_rope} of {path}: vLLM's CPU attention "
                 f"has only {ENGINE_LATENT[0]} with {ENGINE_LATENT[1]}"
             )
-    elif sizes.head not in ENGINE_HEAD_DIMS:
-        raise ConfigError(
-            f"head_dim={sizes.head} of {path} is none that vLLM's CPU attention has: "
-            f"{', '.join(map(str, ENGINE_HEAD_DIMS))}"
-        )
+    else:
+        heads = {"head_dim": sizes.head} | ({"global_head_dim": sizes.global_head} if sizes.global_layers else {})
+        for key, width in heads.items():
+            if width not in ENGINE_HEAD_DIMS:
+                raise ConfigError(
+                    f"{key}={width} of {path} is none that vLLM's CPU attention has: "
+                    f"{', '.join(map(str, ENGINE_HEAD_DIMS))}"
+                )
     if sizes.experts and sizes.hidden % ENGINE_EXPERT_UNIT:
         raise ConfigError(
             f"hidden_size={sizes.hidden} of {path} is no multiple of {ENGINE_EXPERT_UNIT}, which vLLM's CPU experts "

@@ -29,6 +29,8 @@ from megarl.learn.training.objectives import Taught
 from megarl.ops.divergence import Divergence
 from megarl.train.batch.batch import StepBatch
 from megarl.train.inference.models import Models
+from megarl.weights.architectures import architecture
+from megarl.weights.architectures.megatron_config import multipliers
 from megarl.weights.checkpoint.formats import hf
 
 
@@ -102,7 +104,8 @@ def teacher_heads(models: Models, top_k: int) -> list[TeacherHead]:
         weight = None
         if not top_k and ids is not None:
             weight = hf.output_rows(Path(path), model.layout, ids, getattr(torch, model.model_config.dtype))
-        found.append(TeacherHead(vocab_size, weight))
+        teacher = architecture(model.hf_config)
+        found.append(TeacherHead(vocab_size, weight, multipliers(teacher, model.hf_config).softcap))
     return found
 
 

@@ -16,11 +16,11 @@ from megarl.weights.architectures.deepseek import (
 )
 from megarl.weights.architectures.ernie import ERNIE4_5, ERNIE4_5_MOE
 from megarl.weights.architectures.exaone import EXAONE4, EXAONE_MOE
+from megarl.weights.architectures.gemma import GEMMA3_TEXT, GEMMA4_TEXT
 from megarl.weights.architectures.gpt_oss import GPT_OSS
 from megarl.weights.architectures.granite import GRANITE, GRANITEMOE, GRANITEMOESHARED
 from megarl.weights.architectures.lfm2 import LFM2
 from megarl.weights.architectures.llama import (
-    GEMMA3_TEXT,
     HUNYUAN_V1_DENSE,
     LLAMA,
     MINISTRAL3,
@@ -75,6 +75,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "smollm3": SMOLLM3,
     "olmo2": OLMO2,
     "gemma3_text": GEMMA3_TEXT,
+    "gemma4_text": GEMMA4_TEXT,
     "olmo3": OLMO3,
     "ministral3": MINISTRAL3,
     "exaone4": EXAONE4,
@@ -95,7 +96,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3_5_moe": QWEN3_5_MOE_VL,
 }
 """``model_type`` in config.json -> table."""
-_WITH_TOWER = {"gemma3": "gemma3_text", "mistral3": "mistral or ministral3"}
+_WITH_TOWER = {"gemma3": "gemma3_text", "gemma4": "gemma4_text", "mistral3": "mistral or ministral3"}
 """``model_type`` of models with a vision tower that megarl does not support -> that of their language models."""
 
 

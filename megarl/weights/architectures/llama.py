@@ -1,4 +1,4 @@
-"""Tables of families with Llama's layers or close to them: Llama, Mistral and Mixtral, OLMo, EXAONE 4, Gemma 3."""
+"""Tables of families with Llama's layers or close to them: Llama, Mistral and Mixtral, OLMo."""
 
 from __future__ import annotations
 
@@ -11,10 +11,8 @@ from megarl.weights.architectures.blocks import (
     JOINED_MLP,
     JOINED_QKV,
     MLP,
-    MLP_NORM_OF_GEMMA,
     NORMS_AFTER,
     OUTPUT,
-    QK_NORM,
     QK_NORM_AFTER_ROPE,
     UNNORMED_ATTENTION,
     UNNORMED_MLP,
@@ -26,7 +24,7 @@ from megarl.weights.architectures.blocks import (
     gated,
     vllm_experts,
 )
-from megarl.weights.architectures.table import Architecture, LayerRules, Logical, MultiplierKeys, NormRules, RouterRules
+from megarl.weights.architectures.table import Architecture, LayerRules, Logical, NormRules, RouterRules
 
 # Llama 2 and 3: grouped queries without biases, RMSNorm, SwiGLU. Source:
 # ``transformers/models/llama/modeling_llama.py``.
@@ -145,26 +143,5 @@ OLMOE = Architecture(
         "norm_topk_prob": False,
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": False,
-    },
-)
-
-
-# Gemma 3, text: (1 + weight) norms before and after attention and MLP, and on each query and key head. Source:
-# ``transformers/models/gemma3/modeling_gemma3.py``.
-GEMMA3_TEXT = Architecture(
-    name="gemma3_text",
-    models="Gemma 3 (270M, 1B, text)",
-    params=(*EMBEDDING, *ATTENTION, *QK_NORM, *MLP_NORM_OF_GEMMA, *UNNORMED_MLP, *NORMS_AFTER, *OUTPUT),
-    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
-    norms=NormRules(after=True, zero_centred=True),
-    multipliers=MultiplierKeys(embedding_root="hidden_size", attention_root="query_pre_attn_scalar"),
-    layers=LayerRules(windows=True, ropes=True),
-    megatron={"activation": "gelu_tanh"},
-    fixed={
-        "hidden_activation": "gelu_pytorch_tanh",
-        "attention_bias": False,
-        "use_bidirectional_attention": False,
-        "attn_logit_softcapping": None,
-        "final_logit_softcapping": None,
     },
 )

@@ -81,6 +81,8 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         values["softmax_type"] = "learnable"
     if any(param.op is Op.GATED_QKV for param in arch.params):
         values["attention_output_gate"] = True
+    if sizes.global_layers:  # layers of other shapes have keys of their own in checkpoints
+        values["hetereogenous_dist_checkpoint"] = True
     if sizes.delta_layers:
         values |= _delta_net(arch.name, sizes)
     if sizes.convolution_layers:
@@ -129,7 +131,7 @@ def gpt_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any]:
         return values
     rope = settings_of(arch, hf_config)
     values["rotary_base"] = rope["rope_theta"]
-    if rope["partial_rotary_factor"] != 1.0:
+    if rope["partial_rotary_factor"] != 1.0 and not arch.layers.ropes:
         values["rotary_percent"] = rope["partial_rotary_factor"]
     return values
 
@@ -142,11 +144,15 @@ class Multipliers(NamedTuple):
     logits: float = 1.0
     embedding_root: float = 1.0
     """A second factor of the embeddings, rounded to their dtype."""
+    softcap: float | None = None
+    """Logits z become ``softcap`` · tanh(z / ``softcap``)."""
 
 
 def multipliers(arch: Architecture, hf_config: HFConfig) -> Multipliers:
     """Return the model's multipliers. Raises ArchitectureError unless each is a positive number."""
     keys = {name: getattr(arch.multipliers, name) for name in Multipliers._fields}
+    if keys["softcap"] and hf_config.get(keys["softcap"]) is None:
+        keys["softcap"] = ""
     found = {name: _number(arch.name, hf_config, key) for name, key in keys.items() if key}
     if "embedding_root" in found:
         found["embedding_root"] **= 0.5
@@ -219,6 +225,12 @@ def _windows(arch: Architecture, hf_config: HFConfig, num_layers: int) -> dict[s
 
 def _refuse_other_masks(arch: Architecture, hf_config: HFConfig) -> None:
     """Raise ArchitectureError for attention that is not causal."""
+    key = "use_bidirectional_attention"
+    if hf_config.get(key) == "all":
+        raise ArchitectureError(
+            f"{arch.name} with {key}='all' is not supported: tokens see those before them alone; use a checkpoint of a "
+            "causal language model"
+        )
     if not hf_config.get("is_causal", True):
         raise ArchitectureError(
             f"{arch.name} with is_causal={hf_config['is_causal']!r} is not supported: tokens see those before them "

@@ -19,7 +19,7 @@ class Rope(NamedTuple):
     """Parameters of a layer's rotary embedding. Defaults stand for numbers that a kind does not have."""
 
     kind: str
-    """One of ``KINDS``."""
+    """One of ``KINDS``, or ``proportional``."""
     base: float
     factor: float = 1.0
     """Divisor of positions: for slow frequencies only (llama3, yarn) or for all (linear)."""
@@ -33,6 +33,10 @@ class Rope(NamedTuple):
     """Round YaRN's bounds between frequencies to whole numbers."""
     attention_factor: float = 1.0
     """Factor of rotated queries and keys."""
+    share: float = 1.0
+    """Share of a head's frequencies that are not 0, the fastest ones (proportional)."""
+    width: int = 0
+    """Width of a head, if not the model's."""
     query_beta: float = 0.0
     """Queries at position p are multiplied by 1 + ``query_beta`` * ln(1 + p // ``original``) (Llama 4)."""
 
@@ -48,6 +52,10 @@ def ropes(arch: Architecture, hf_config: HFConfig) -> tuple[Rope | None, ...]:
         return ()
     kinds = layer_kinds(arch, hf_config, sizes.num_layers)
     made = {kind: _rope(arch, settings_of(arch, hf_config, kind), sizes.head) for kind in kinds}
+    made = {
+        kind: rope._replace(width=sizes.global_head) if kind == "full_attention" and sizes.global_layers else rope
+        for kind, rope in made.items()
+    }
     turning = rotates(arch, hf_config, sizes.num_layers)
     if arch.layers.rope_in_windows and not any(turning):
         raise ArchitectureError(
@@ -67,6 +75,14 @@ def _rope(arch: Architecture, given: Mapping[str, Any], head: int) -> Rope:
             f"{name} with rope_type='yarn' is not supported: its norms after the rope take YaRN's scale away; use a "
             "checkpoint without it"
         )
+    share = given["partial_rotary_factor"]
+    if kind == "proportional" and arch.layers.ropes:
+        if (factor := given.get("factor", 1.0)) != 1.0:
+            raise ArchitectureError(
+                f"{name} with rope_type='proportional' and factor={factor!r} is not supported, only 1.0: vLLM ignores "
+                "the factor; use a checkpoint without it"
+            )
+        return Rope(kind, given["rope_theta"], share=share)
     if kind not in KINDS:
         raise ArchitectureError(
             f"{name} with rope_type={kind!r} is not supported, only {', '.join(KINDS)}; use a checkpoint with one of "
@@ -74,6 +90,11 @@ def _rope(arch: Architecture, given: Mapping[str, Any], head: int) -> Rope:
         )
     if arch.layers.queries_grow and kind != "yarn":
         raise ArchitectureError(f"{name} with rope_type={kind!r} is not supported, only 'yarn'; use such a checkpoint")
+    if arch.layers.ropes and share != 1.0:
+        raise ArchitectureError(
+            f"{name} with rope_type={kind!r} and partial_rotary_factor={share!r} is not supported, only with "
+            "'proportional'; use the checkpoint's own config.json"
+        )
     if kind in ("default", "linear"):
         return Rope(kind, given["rope_theta"], given.get("factor", 1.0) if kind == "linear" else 1.0)
     key = "original_max_position_embeddings"

@@ -38,6 +38,7 @@ class Op(Enum):
 
     SAME = "one logical tensor, as it is"
     QKV = "query, key and value heads; Megatron interleaves them per query group, vLLM keeps three blocks"
+    QK = "as QKV in Megatron, of layers without value heads: keys before their norm are the values"
     GATED_QKV = "as QKV, with each query head's gate behind it; Megatron has a group's gates behind its queries"
     CONCAT = "each part is cut on its own and the shares lie one after the other (gate over up)"
     GROUPED = "the parts of a gated delta net's first key head, then those of its next one"
@@ -63,6 +64,8 @@ class Stage(Enum):
     DEEPSTACK = "the tower's mergers whose vectors the first layers add, one for each; beside the first layer too"
     LAYER = "every layer"
     ATTENTION = "layers with attention among tokens, in families where others have none"
+    WINDOWED = "layers with a window, in families where others have heads of another number and width"
+    GLOBAL = "those other layers, without a window"
     DELTA = "layers with linear attention, a gated delta net"
     CONVOLUTION = "layers with a short gated convolution in place of attention"
     DENSE = "layers with one MLP"
@@ -89,7 +92,7 @@ class Logical:
         return tuple(getattr(sizes, axis) for axis in self.axes.split())
 
 
-PARTS = {Op.SAME: 1, Op.QKV: 3, Op.GATED_QKV: 3, Op.CONCAT: 2, Op.TIED: 2}
+PARTS = {Op.SAME: 1, Op.QKV: 3, Op.QK: 2, Op.GATED_QKV: 3, Op.CONCAT: 2, Op.TIED: 2}
 """Number of logical tensors in a row, if the op has one."""
 
 
@@ -236,6 +239,12 @@ class ModelSizes:
     """Tokens that the convolution of a gated delta net, or of a layer of its own, looks at."""
     convolution_layers: tuple[int, ...] = ()
     """Layers with a short gated convolution instead of attention."""
+    global_layers: tuple[int, ...] = ()
+    """Layers without a window, in families where they have heads of another number and width."""
+    global_kv_heads: int = 0
+    """Key heads of ``global_layers``."""
+    global_head: int = 0
+    """Width of a head of ``global_layers``."""
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -276,6 +285,16 @@ class ModelSizes:
     def kv(self) -> int:
         """Rows of the key (or value) projection."""
         return self.kv_heads * self.head
+
+    @property
+    def global_q(self) -> int:
+        """Rows of the query projection of ``global_layers``."""
+        return self.heads * self.global_head
+
+    @property
+    def global_kv(self) -> int:
+        """Rows of the key projection of ``global_layers``."""
+        return self.global_kv_heads * self.global_head
 
     @property
     def gate_up(self) -> int:
@@ -324,6 +343,13 @@ class ModelSizes:
     def labels(self) -> int:
         """Number of outputs of a score head per token."""
         return 1
+
+
+def sizes_of_layer(sizes: ModelSizes, layer: int) -> ModelSizes:
+    """Return the sizes with the number of the layer's key heads, and the width of its heads."""
+    if layer not in sizes.global_layers:
+        return sizes
+    return replace(sizes, head=sizes.global_head, kv_heads=sizes.global_kv_heads)
 
 
 @dataclass(frozen=True)
@@ -407,6 +433,10 @@ class NormRules:
     """Norm each head of queries and keys after rope, instead of before."""
     zero_centred: bool = False
     """Norms multiply by 1 + weight."""
+    of_values: bool = False
+    """Norm each value head, without a weight."""
+    scaled: bool = False
+    """Multiply each layer's output by a number that its file has and training keeps."""
 
 
 USUAL_NORMS = NormRules()
@@ -428,6 +458,8 @@ class MultiplierKeys:
     """Attention scores are divided by the square root of this key's value, instead of sqrt(d)."""
     logits: str = ""
     """Divisor of the logits."""
+    softcap: str = ""
+    """Logits z become c · tanh(z / c), c the key's value; null keeps them."""
 
 
 @dataclass(frozen=True)
@@ -551,6 +583,8 @@ class Architecture:
             kinds = by_layer(self.name, hf_config, "layer_types", get("num_layers"), ("full_attention", "conv"))
             more["convolution_layers"] = tuple(layer for layer, kind in enumerate(kinds) if kind == "conv")
             more["taps"] = get("taps")
+        if Stage.GLOBAL in known:
+            more |= _global_sizes(self, hf_config, get("num_layers"), kv_heads, head)
         if "normed_head" in known:
             more["normed_head"] = head if flag(self.name, hf_config, "use_qk_norm") else 0
         if "biased_q" in known:
@@ -597,6 +631,8 @@ class Architecture:
         layers = {
             Stage.LAYER: [*range(sizes.num_layers), *behind],
             Stage.ATTENTION: [*(layer for layer in range(sizes.num_layers) if layer not in recurrent), *behind],
+            Stage.WINDOWED: [layer for layer in range(sizes.num_layers) if layer not in sizes.global_layers],
+            Stage.GLOBAL: [*sizes.global_layers],
             Stage.DELTA: [*sizes.delta_layers],
             Stage.CONVOLUTION: [*sizes.convolution_layers],
             Stage.DENSE: [layer for layer in range(sizes.num_layers) if layer not in moe],
@@ -687,6 +723,37 @@ def layer_kinds(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Seq
     if window is None and hf_config.get("layer_types") is None:
         return either[:1] * num_layers
     return [str(kind) for kind in by_layer(arch.name, hf_config, "layer_types", num_layers, either)]
+
+
+def _global_sizes(arch: Architecture, hf_config: HFConfig, num_layers: int, kv_heads: int, head: int) -> dict[str, Any]:
+    """Sizes of attention in layers without a window, from ``per_layer_config`` (layer number -> other values), which
+    transformers derives from ``global_head_dim`` and ``num_global_key_value_heads``.
+
+    Raises ArchitectureError for other keys there, other layers, or layers that differ.
+    """
+    name, key = arch.name, "per_layer_config"
+    given = needed(name, hf_config, key)
+    layers = [layer for layer, kind in enumerate(layer_kinds(arch, hf_config, num_layers)) if kind == "full_attention"]
+    if not isinstance(given, Mapping) or not all(isinstance(own, Mapping) for own in given.values()):
+        raise ArchitectureError(f"config.json of a {name} model has {key}={given!r}; it must have values by layer")
+    usual: dict[str, Any] = {"head_dim": head, "num_key_value_heads": kv_heads}
+    found = {int(layer): {**usual, **own} for layer, own in given.items()}
+    each = found.get(layers[0], usual) if layers else usual
+    for layer in range(num_layers):
+        if found.get(layer, usual) != (each if layer in layers else usual) or each.keys() != usual.keys():
+            raise ArchitectureError(
+                f"config.json of a {name} model has {key}={given!r}: all full_attention layers must have the same "
+                f"{' and '.join(usual)}, and nothing else may differ; use the checkpoint's own config.json"
+            )
+    width = integer(name, "global_head_dim", each["head_dim"], 2)
+    groups = integer(name, "num_global_key_value_heads", each["num_key_value_heads"])
+    heads = hf_config.get("num_attention_heads")
+    if isinstance(heads, int) and heads % groups:
+        raise ArchitectureError(
+            f"num_global_key_value_heads={groups} does not divide num_attention_heads={heads} of {name}; correct "
+            "config.json"
+        )
+    return {"global_layers": tuple(layers), "global_head": width, "global_kv_heads": groups}
 
 
 def rotates(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Sequence[bool]:

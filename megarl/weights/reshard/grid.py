@@ -128,21 +128,29 @@ def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) ->
     rules = [("num_attention_heads", sizes.heads)]
     if not sizes.kv_lora:
         rules.append(("the rows of the joint query/key/value matrix", sizes.q + 2 * sizes.kv))
+    if sizes.global_layers:
+        rules.append(("the rows of the joint query/key matrix", sizes.global_q + sizes.global_kv))
     if len(sizes.moe_layers) < sizes.num_layers:
         rules.append(("intermediate_size", sizes.ffn))
     if sizes.shared_ffn:
         rules.append(("the width of the shared experts", sizes.shared_ffn))
     rules += recurrent_rules(sizes)
-    groups = 0 if sizes.kv_lora else sizes.kv_heads
-    fits = [n for n in range(1, sizes.heads + 1) if all(v % n == 0 for _, v in rules) and shares_heads(groups, n)]
+    groups = {"num_key_value_heads": 0 if sizes.kv_lora else sizes.kv_heads}
+    groups["num_global_key_value_heads"] = sizes.global_kv_heads
+    fits = [
+        n
+        for n in range(1, sizes.heads + 1)
+        if all(v % n == 0 for _, v in rules) and all(shares_heads(number, n) for number in groups.values())
+    ]
     fix = f"set {setting}.tp to one of {fits}"
     for key, value in rules:
         if value % grid.tp:
             raise ConfigError(f"{setting}.tp={grid.tp} does not divide {key}={value} of {name}; {fix}")
-    if not shares_heads(groups, grid.tp):
-        raise ConfigError(
-            f"{setting}.tp={grid.tp} neither divides nor is a multiple of num_key_value_heads={groups} of {name}; {fix}"
-        )
+    for key, number in groups.items():
+        if not shares_heads(number, grid.tp):
+            raise ConfigError(
+                f"{setting}.tp={grid.tp} neither divides nor is a multiple of {key}={number} of {name}; {fix}"
+            )
 
 
 def recurrent_rules(sizes: ModelSizes) -> list[tuple[str, int]]:

@@ -289,7 +289,7 @@ class Layout:
         """Logical tensor -> rows with parts of it."""
         found: dict[str, list[LayoutRow]] = defaultdict(list)
         for row in self.rows:
-            for tensor in row.parts:
+            for tensor in dict.fromkeys(row.parts):
                 found[tensor].append(row)
         return found
 
@@ -365,9 +365,10 @@ class Sharder:
         """All ``ways`` shares of a tensor with parts of these shapes."""
         if shard is Shard.VOCAB:
             return tuple(_vocab(self.sizes.vocab, self.vocab, ways, k) for k in range(ways))
-        if op in (Op.QKV, Op.GATED_QKV):
+        if op in (Op.QKV, Op.QK, Op.GATED_QKV):
             cut = _query_groups if self.interleaved else _head_blocks
-            return tuple(cut(self.sizes, ways, k, gates=op is Op.GATED_QKV) for k in range(ways))
+            rows = [shape[0] for shape in shapes]
+            return tuple(cut(self.sizes.heads, rows, ways, k, gates=op is Op.GATED_QKV) for k in range(ways))
         if shard is Shard.FIRST:
             return tuple(_first(shapes[0][0], k) for k in range(ways))
         axis = shard_axis(shard, shapes[0])
@@ -403,15 +404,20 @@ def _vocab(vocab: int, padded: int, ways: int, k: int) -> Split:
     return Split(each, max(hi - lo, 0), (AxisSpan(0, lo, hi, 0),) if hi > lo else ())
 
 
-def _query_groups(sizes: ModelSizes, ways: int, k: int, *, gates: bool = False) -> Split:
+def _query_groups(all_heads: int, extents: list[int], ways: int, k: int, *, gates: bool = False) -> Split:
     """Megatron: each query group is its query heads, (with ``gates``) their gates, its key head, then its value head.
     All groups together are split into equal runs of rows. With more shares than groups, a share has part of a group.
 
     In the logical tensor each query head has its gate behind it.
+
+    Args:
+        all_heads: Query heads of the model.
+        extents: Rows of queries (and gates), of keys, and of values unless the keys are the values.
     """
-    head, heads = sizes.head, sizes.heads // sizes.kv_heads
-    rows = (sizes.gated_q if gates else sizes.q) + 2 * sizes.kv
-    each, group_rows = rows // ways, rows // sizes.kv_heads
+    head = extents[0] // all_heads // (2 if gates else 1)
+    groups = extents[1] // head
+    heads, rows = all_heads // groups, sum(extents)
+    each, group_rows = rows // ways, rows // groups
     lo, hi = k * each, (k + 1) * each
     spans: list[AxisSpan] = []
     for group in range(lo // group_rows, -(-hi // group_rows)):
@@ -419,7 +425,7 @@ def _query_groups(sizes: ModelSizes, ways: int, k: int, *, gates: bool = False) 
         if gates:
             runs = [(0, (2 * (group * heads + i) + gate) * head, head) for gate in (0, 1) for i in range(heads)]
         start = group * group_rows
-        for part, first, extent in (*runs, (1, group * head, head), (2, group * head, head)):
+        for part, first, extent in (*runs, *((part, group * head, head) for part in range(1, len(extents)))):
             a, b = max(start, lo), min(start + extent, hi)
             if a < b:
                 spans.append(AxisSpan(part, first + a - start, first + b - start, a - lo))
@@ -427,14 +433,16 @@ def _query_groups(sizes: ModelSizes, ways: int, k: int, *, gates: bool = False) 
     return Split(each, each, tuple(spans))
 
 
-def _head_blocks(sizes: ModelSizes, ways: int, k: int, *, gates: bool = False) -> Split:
+def _head_blocks(all_heads: int, extents: list[int], ways: int, k: int, *, gates: bool = False) -> Split:
     """vLLM: the share's query heads (each with its gate, if there are ``gates``), then its key heads, then its value
-    heads. With more shares than key/value heads, each of these heads is on ``ways / kv_heads`` neighbouring shares."""
-    queries = (sizes.gated_q if gates else sizes.q) // ways
-    if ways >= sizes.kv_heads:
-        keys, first = sizes.head, k // (ways // sizes.kv_heads)
+    heads. With more shares than key/value heads, each of these heads is on ``ways / kv_heads`` neighbouring shares.
+    Arguments as of ``_query_groups``."""
+    head = extents[0] // all_heads // (2 if gates else 1)
+    queries, kv_heads = extents[0] // ways, extents[1] // head
+    if ways >= kv_heads:
+        keys, first = head, k // (ways // kv_heads)
     else:
-        keys, first = sizes.kv // ways, k
+        keys, first = extents[1] // ways, k
     return Split(
         queries + 2 * keys,
         queries + 2 * keys,

@@ -188,7 +188,8 @@ def dist_layout(
 
 
 def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: TransformerImpl, mtp: bool) -> Iterator[_Spot]:
-    alike = len(sizes.moe_layers) in (0, sizes.num_layers) and not sizes.recurrent_layers
+    differ = sizes.recurrent_layers or sizes.global_layers
+    alike = len(sizes.moe_layers) in (0, sizes.num_layers) and not differ
     owners = Owners(((0,),))
     for param, occurrence in _in_order(arch, sizes, mtp):
         if param.op is Op.TIED and sizes.tied:
@@ -412,8 +413,11 @@ def _check_vllm(
         rules.append(("the width of the experts", sizes.expert_ffn))
     rules += recurrent_rules(sizes)
     kv_heads = 0 if sizes.kv_lora else sizes.kv_heads
+    groups = (kv_heads, sizes.global_kv_heads)
     most = kv_heads if arch.norms.whole_width else sizes.heads
-    fits = [n for n in range(1, most + 1) if all(v % n == 0 for _, v in rules) and shares_heads(kv_heads, n)]
+    fits = [
+        n for n in range(1, most + 1) if all(v % n == 0 for _, v in rules) and all(shares_heads(g, n) for g in groups)
+    ]
     fix = f"set rollout.tp to one of {fits}"
     for key, value in rules:
         if value % tp:
@@ -423,7 +427,6 @@ def _check_vllm(
             f"rollout.tp={tp} is more than num_key_value_heads={kv_heads} of {name}, whose norms go over all heads: "
             f"vLLM would gather each head more than once; {fix}"
         )
-    if not shares_heads(kv_heads, tp):
-        raise ConfigError(
-            f"rollout.tp={tp} neither divides nor is a multiple of num_key_value_heads={kv_heads} of {name}; {fix}"
-        )
+    for key, number in zip(("num_key_value_heads", "num_global_key_value_heads"), groups, strict=True):
+        if not shares_heads(number, tp):
+            raise ConfigError(f"rollout.tp={tp} neither divides nor is a multiple of {key}={number} of {name}; {fix}")

@@ -1,0 +1,95 @@
+"""Tables of Gemma 3 and Gemma 4, text."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megarl.weights.architectures.blocks import (
+    ATTENTION,
+    EMBEDDING,
+    INPUT_NORM,
+    MLP_NORM_OF_GEMMA,
+    NORMS_AFTER,
+    OUTPUT,
+    QK_NORM,
+    UNNORMED_ATTENTION,
+    UNNORMED_MLP,
+    VLLM_ATTENTION,
+    VLLM_MLP,
+    same,
+)
+from megarl.weights.architectures.table import (
+    Architecture,
+    Fused,
+    LayerRules,
+    Logical,
+    MultiplierKeys,
+    NormRules,
+    Op,
+    Param,
+    Shard,
+    Stage,
+)
+
+# Gemma 3, text: (1 + weight) norms before and after attention and MLP, and on each query and key head. Source:
+# ``transformers/models/gemma3/modeling_gemma3.py``.
+GEMMA3_TEXT = Architecture(
+    name="gemma3_text",
+    models="Gemma 3 (270M, 1B, text)",
+    params=(*EMBEDDING, *ATTENTION, *QK_NORM, *MLP_NORM_OF_GEMMA, *UNNORMED_MLP, *NORMS_AFTER, *OUTPUT),
+    vllm=(*VLLM_ATTENTION, *VLLM_MLP),
+    norms=NormRules(after=True, zero_centred=True),
+    multipliers=MultiplierKeys(embedding_root="hidden_size", attention_root="query_pre_attn_scalar"),
+    layers=LayerRules(windows=True, ropes=True),
+    megatron={"activation": "gelu_tanh"},
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "use_bidirectional_attention": False,
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": None,
+    },
+)
+
+
+# Gemma 4, dense, text: Gemma 3's places of norms, with plain weights. Layers without a window have wider and fewer
+# key heads, whose projections are the values too. Source: ``transformers/models/gemma4/modeling_gemma4.py``; vLLM 0.32
+# ``model_executor/models/gemma4.py`` has the keys' projection twice.
+_QUERIES = Logical("self_attn.q_proj.weight", "global_q hidden", Shard.COLUMN)
+_KEYS = Logical("self_attn.k_proj.weight", "global_kv hidden", Shard.COLUMN)
+_O_PROJ = Logical("self_attn.o_proj.weight", "hidden global_q", Shard.ROW)
+_NORMS = {x: Logical(f"self_attn.{x}_norm.weight", "global_head") for x in ("q", "k")}
+
+GEMMA4_TEXT = Architecture(
+    name="gemma4_text",
+    models="Gemma 4 (31B, text)",
+    params=(
+        *EMBEDDING,
+        *INPUT_NORM,
+        *(replace(row, stage=Stage.WINDOWED) for row in (*UNNORMED_ATTENTION, *QK_NORM)),
+        Param("self_attention.linear_qkv.weight", Op.QK, (_QUERIES, _KEYS), Stage.GLOBAL),
+        same("self_attention.linear_proj.weight", _O_PROJ, Stage.GLOBAL),
+        *(same(f"self_attention.{x}_layernorm.weight", norm, Stage.GLOBAL) for x, norm in _NORMS.items()),
+        *MLP_NORM_OF_GEMMA,
+        *UNNORMED_MLP,
+        *NORMS_AFTER,
+        same("mlp_bda.scalar", Logical("layer_scalar", "labels"), Stage.LAYER),
+        *OUTPUT,
+    ),
+    vllm=(*VLLM_ATTENTION, Fused("self_attn.qkv_proj.weight", Op.QKV, (_QUERIES, _KEYS, _KEYS)), *VLLM_MLP),
+    norms=NormRules(after=True, of_values=True, scaled=True),
+    multipliers=MultiplierKeys(embedding_root="hidden_size", softcap="final_logit_softcapping"),
+    layers=LayerRules(windows=True, ropes=True, partial_rotary=True),
+    has_score_class=False,
+    megatron={"activation": "gelu_tanh", "softmax_scale": 1.0},
+    fixed={
+        "hidden_activation": "gelu_pytorch_tanh",
+        "attention_bias": False,
+        "enable_moe_block": False,
+        "num_experts": None,
+        "hidden_size_per_layer_input": 0,
+        "num_kv_shared_layers": 0,
+        "attention_k_eq_v": True,
+        "attn_logit_softcapping": None,
+    },
+)
