@@ -202,6 +202,13 @@ def _check(draft: Draft, config: Mapping[str, Any], left: frozenset[Place]) -> N
         }
     except ArchitectureError as error:
         draft.refused, wanted = str(error), {}
+    several = {name: [one.shape, *sorted(one.others)] for name, one in draft.stored.items() if one.others}
+    if several:
+        name, shapes = next(iter(several.items()))
+        draft.refused = (
+            f"{len(several)} tensors have other shapes in some layers, the first is {name} with {shapes}: write rows "
+            "for each kind of layer by hand"
+        )
     for (place, layer), shape in wanted.items():
         one = draft.stored.get(place)
         if one is None or one.shape != shape or (layer is not None and layer not in one.layers):

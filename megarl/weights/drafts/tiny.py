@@ -77,6 +77,8 @@ class StoredTensor:
     """Empty for a tensor outside the layers."""
     prefixed: bool = False
     """True if the files have the prefix of a language model inside a larger one."""
+    others: set[Shape] = field(default_factory=set)
+    """Further shapes, of some of the layers."""
 
 
 Stored = dict[str, StoredTensor]
@@ -229,7 +231,9 @@ def _saved(model: Any, *, original: bool) -> Stored:
             with safe_open(file, "pt") as tensors:
                 for name in tensors.keys():  # noqa: SIM118 -- it is no dict
                     place, layer = place_in_table(name)
-                    one = found.setdefault(place, StoredTensor(tuple(tensors.get_slice(name).get_shape())))
+                    shape = tuple(tensors.get_slice(name).get_shape())
+                    one = found.setdefault(place, StoredTensor(shape))
+                    one.others |= {shape} - {one.shape}
                     one.layers |= set() if layer is None else {layer}
                     one.prefixed |= _INNER.match(name) is not None
     return found

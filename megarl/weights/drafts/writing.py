@@ -43,6 +43,8 @@ def drafted(name: str, config: dict[str, Any], names: Collection[str] = ()) -> t
     messages.disable_progress_bar()
     model = tiny_model(config)
     draft = draft_of(name, stored_tensors(model, names), flat(config), norm_places(model, config))
+    if draft.refused:
+        return draft, []
     learn(draft, model, config)
     arch = draft.architecture()
     try:
