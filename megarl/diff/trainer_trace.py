@@ -70,7 +70,8 @@ class TrainerModel:
     def window(self, layer: int) -> int | None:
         """Return the number of tokens that a layer attends to; None for all."""
         layers = self._stage.decoder.layers
-        return getattr(layers[layer].self_attention.core_attention, "window", None) if layer < len(layers) else None
+        core = getattr(layers[layer].self_attention, "core_attention", None) if layer < len(layers) else None
+        return getattr(core, "window", None)
 
     def _logp(self, tokens: list[int], temperature: float) -> torch.Tensor:
         mask = torch.ones(len(tokens), dtype=torch.bool)
@@ -88,9 +89,13 @@ class TrainerModel:
             hooks.before(mlp, number, points.MLP_INPUT)
             # Forced, because rounding may choose another expert for a token.
             hooks.after(mlp, number, points.MLP, force=True)
-            hooks.after(attention.linear_proj, number, points.PROJECTION)
             if hasattr(mlp, "router"):
                 hooks.wrap(mlp.router, "gating", number, points.ROUTER)
+            if not hasattr(attention, "core_attention"):  # a delta net or short convolution
+                hooks.before(attention.out_proj, number, points.ATTENTION)
+                hooks.after(attention.out_proj, number, points.PROJECTION)
+                continue
+            hooks.after(attention.linear_proj, number, points.PROJECTION)
             core = attention.core_attention
             if not hasattr(attention, "linear_qkv"):  # latent attention
                 hooks.after(core, number, points.ATTENTION)
@@ -109,11 +114,12 @@ class TrainerModel:
 
     def _qkv(self, number: int, config: Any) -> Callable[[torch.Tensor], Record]:
         groups, heads, width = config.num_query_groups, config.num_attention_heads, config.kv_channels
-        each = heads // groups
+        kinds, each = 1 + config.attention_output_gate, heads // groups
 
         def split(out: torch.Tensor) -> Record:
             parts = flat(out, out.numel() // out.shape[-1]).unflatten(1, (groups, -1, width))
-            q, k, v = parts[:, :, :each], parts[:, :, each], parts[:, :, -1]  # keys may be the values
+            q = torch.cat(parts[:, :, : kinds * each].chunk(kinds, dim=2), dim=-1)  # a head's gate is beside its query
+            k, v = parts[:, :, kinds * each], parts[:, :, -1]  # keys may be the values
             return {
                 (number, points.QUERY): q.flatten(1),
                 (number, points.KEY): k.flatten(1),

@@ -4,7 +4,7 @@ workers."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from megarl.core.errors import WeightsDiffer, first_of
 from megarl.weights.checkpoint.formats.hf_source import open_hf
 from megarl.weights.reshard import layout as boxes
 from megarl.weights.reshard.buckets import wire_dtype
-from megarl.weights.reshard.layout import Layout
+from megarl.weights.reshard.layout import Box, Layout
 
 ELEMENTS = 4 << 20
 """Elements read from the files and compared in one piece."""
@@ -97,7 +97,8 @@ def compare_with_files(
 
 
 def _differing(held: torch.Tensor, stored: torch.Tensor) -> int:
-    stored = stored.to(held.device)
+    # An engine may keep more digits of a stored value than its dtype has (float32 decays of delta nets).
+    stored, held = stored.to(held.device), held.to(stored.dtype)
     faint = (held == 0) & (stored.abs() < torch.finfo(stored.dtype).tiny)
     return int((~((held == stored) | faint)).sum())
 
@@ -109,21 +110,21 @@ def differing_weights(
     lies from its own. Arguments as of ``compare_with_files``."""
     source, wrong = open_hf(path), dict[str, tuple[torch.Tensor, torch.Tensor]]()
     try:
-        stored = {piece.tensor: source.read(piece.tensor, piece.box) for piece in layout.pieces(rank)}
+        stored = {(piece.tensor, piece.box): source.read(piece.tensor, piece.box) for piece in layout.pieces(rank)}
     finally:
         source.close()
     for piece in layout.pieces(rank):
         held = read(piece.local)[boxes.index_of(piece.at, boxes.shape_of(piece.box))]
-        own = stored[piece.tensor].to(wire_dtype(layout, piece.tensor, dtype))
+        own = stored[piece.tensor, piece.box].to(wire_dtype(layout, piece.tensor, dtype))
         if _differing(held, own):
             wrong[piece.tensor] = held.float(), own.float()
     return {name: _described(name, *pair, stored) for name, pair in wrong.items()}
 
 
-def _described(name: str, held: torch.Tensor, own: torch.Tensor, stored: dict[str, torch.Tensor]) -> str:
+def _described(name: str, held: torch.Tensor, own: torch.Tensor, stored: Mapping[tuple[str, Box], torch.Tensor]) -> str:
     if not held.any():
         return "is zero"
-    for other, tensor in stored.items():
+    for (other, _), tensor in stored.items():
         if other != name and tensor.shape == held.shape and torch.equal(tensor.float(), held):
             return f"has the values of {other}"
     if held.dim() > 1 and torch.equal(held.sum(-1).sort().values, own.sum(-1).sort().values):

@@ -25,7 +25,12 @@ from megarl.engines.tracing.points import EngineTrace, Point, Record, flat
 REQUEST = "MEGARL_DIFF"
 """Variable with the request: ``tokens``, ``messages``, ``sampling``, ``sampled`` and the file ``output``."""
 ATTENTIONS, MLPS = ("self_attn", "attn", "attention"), ("mlp", "block_sparse_moe", "feed_forward", "moe")
+RECURRENT = ("linear_attn", "short_conv")
+"""Layers that see earlier tokens without attention."""
+SHARED = "shared_mlp"
+"""MLP whose output is added to that of the experts beside it."""
 ROUTERS = ("gate", "router")
+FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "embedding_norm")
 
 
 class Recorder:
@@ -60,10 +65,17 @@ class Recorder:
             if attention is not None:
                 self._before(attention, number, points.ATTENTION_INPUT, _hidden)
                 self._attention(attention, number)
+            recurrent = _child(layer, RECURRENT)
+            if recurrent is not None:
+                self._before(recurrent, number, points.ATTENTION_INPUT, _hidden)
+                self._before(recurrent.out_proj, number, points.ATTENTION, _added)  # type: ignore[arg-type]
+                self._after(recurrent.out_proj, number, points.PROJECTION)  # type: ignore[arg-type]
             mlp = _child(layer, MLPS)
             if mlp is not None:
                 self._before(mlp, number, points.MLP_INPUT, _hidden)
                 self._after(mlp, number, points.MLP)
+                if (shared := _child(layer, (SHARED,))) is not None:
+                    self._after(shared, number, points.MLP, adds=True)
                 for name, module in mlp.named_modules():
                     if name.rpartition(".")[2] in ROUTERS and getattr(module, "weight", None) is not None:
                         self._after(module, number, points.ROUTER)
@@ -119,11 +131,16 @@ class Recorder:
 
         self._undone.append(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
 
-    def _after(self, module: torch.nn.Module, number: int, operation: str) -> None:
+    def _after(self, module: torch.nn.Module, number: int, operation: str, *, adds: bool = False) -> None:
+        """Record a module's output; ``adds``: add it to what another module has recorded."""
+
         def hook(_: Any, args: Any, output: Any) -> None:
-            self._found[number, operation].append(
-                flat(output[0] if isinstance(output, tuple) else output, self._tokens)
-            )
+            rows = flat(output[0] if isinstance(output, tuple) else output, self._tokens)
+            found = self._found[number, operation]
+            if adds:
+                found[-1] += rows
+            else:
+                found.append(rows)
 
         self._undone.append(module.register_forward_hook(hook).remove)
 
@@ -172,7 +189,7 @@ def _final_norm(model: torch.nn.Module, layers: list[torch.nn.Module]) -> torch.
     for module in model.modules():
         own = dict(module.named_children())
         if any(isinstance(child, torch.nn.ModuleList) and list(child) == layers for child in own.values()):
-            return next((own[name] for name in ("norm", "final_layernorm", "ln_f") if name in own), None)
+            return next((own[name] for name in FINAL_NORMS if name in own), None)
     return None
 
 
