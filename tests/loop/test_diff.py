@@ -34,6 +34,7 @@ TEMPLATE = "{% for m in messages %}t7 {{ m.content }}{% endfor %}"
 
 def compared(family: str, folder: Path, zygote: Zygote, name: str | None = None, **settings: Any) -> Diff:
     """The family's tiny model on both sides, with the seeded cause ``name`` in the engine."""
+    settings = {"dtype": "bfloat16"} | settings if family.startswith(ROUNDED) else settings
     path, seeded = folder / "model", None if name is None else CAUSES[name]
     save_qwen_processor(path, FAMILIES[family][0]) if "vision_config" in FAMILIES[family][1] else save_tokenizer(path)
     (path / "chat_template.jinja").write_text(TEMPLATE)
@@ -83,7 +84,7 @@ def test_a_seeded_cause_is_named(name: str, tmp_path: Path, zygote: Zygote) -> N
     [pytest.param(name, marks=() if name in HEALTHY else pytest.mark.soak) for name in FAMILIES if name != REFUSED],
 )
 def test_no_layer_of_a_healthy_model_is_named(family: str, tmp_path: Path, zygote: Zygote) -> None:
-    found = compared(family, tmp_path, zygote, **({"dtype": "bfloat16"} if family.startswith(ROUNDED) else {}))
+    found = compared(family, tmp_path, zygote)
     print(f"DIFF {family}:\n{found.text()}")
     assert found.first is None, found.text()
     assert len(found.findings) > 10
