@@ -96,6 +96,10 @@ def _lose_a_tap(state: State) -> None:
     state["model.layers.0.conv.conv.weight"][..., 0].zero_()
 
 
+def _decay_faster(state: State) -> None:
+    state["model.layers.0.linear_attn.A_log"] += 1.0
+
+
 def _noise(name: str) -> Callable[[State], None]:
     def change(state: State) -> None:
         state[name].add_(0.05 * torch.randn(state[name].shape, generator=torch.Generator().manual_seed(5)))
@@ -204,13 +208,7 @@ CAUSES = {
     "stale-weight": Seeded(
         "stale weight", (0, points.MLP), weights=_noise("model.layers.0.mlp.up_proj.weight"), word="up_proj"
     ),
-    "stale-decay": Seeded(
-        "stale weight",
-        (0, points.ATTENTION),
-        "qwen3_5",
-        weights=_noise("model.layers.0.linear_attn.A_log"),
-        word="A_log",
-    ),
+    "stale-decay": Seeded("stale weight", (0, points.ATTENTION), "qwen3_5", weights=_decay_faster, word="A_log"),
     "lost-tap": Seeded("stale weight", (0, points.ATTENTION), "lfm2", weights=_lose_a_tap, word="conv"),
     "head-rows": Seeded("permuted weight", (2, points.HEAD), weights=_swap_rows, word="lm_head"),
     "experts-of-a-token": Seeded(
