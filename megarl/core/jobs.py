@@ -61,10 +61,14 @@ def of_program(name: str, program: str) -> str:
     return name if program == TRAIN else f"{name}_{program}"
 
 
+OWN_WORKER = "explorer-"
+"""Beginning of the names of a job's own explorers; those of explore programs begin otherwise."""
+
+
 def worker_of(program: str, number: int = 0) -> str:
     """Unique name under which an explorer of a program claims groups."""
     if program == TRAIN:
-        return f"explorer-{number}"
+        return f"{OWN_WORKER}{number}"
     return of_program("explorer", program) + (f".{number}" if number else "")
 
 

@@ -34,6 +34,7 @@ from megarl.buffer.store.tables import (
 )
 from megarl.buffer.store.transactions import Transactions
 from megarl.core.errors import DataError
+from megarl.core.jobs import OWN_WORKER
 from megarl.core.schema import WeightsVersion
 
 UNUSED = {"state": GroupState.READY, "used_by": None, "reason": None}
@@ -143,7 +144,7 @@ class RolloutTable:
             ahead: Delete all unused training groups too, requested ahead of step ``from_step``.
             saved: A checkpoint has the weights of ``from_step``, so their rollouts go on, unfinished trajectories from
                 their last segment.
-            claims: Free claimed groups: no explorer of an earlier attempt is left.
+            claims: Free groups claimed by the job's own explorers: none of an earlier attempt is left.
         """
         steps = ROLLOUTS.c.step if ahead else steps_of_weights()
 
@@ -165,7 +166,8 @@ class RolloutTable:
             else:
                 _sample_again(connection, from_step)
             if claims:
-                connection.execute(update(GROUPS).where(GROUPS.c.state == GroupState.CLAIMED).values(FREED))
+                own = (GROUPS.c.state == GroupState.CLAIMED, GROUPS.c.claimed_by.startswith(OWN_WORKER))
+                connection.execute(update(GROUPS).where(*own).values(FREED))
             # Engines of explore programs keep running with weights that no longer exist: no training group is claimed
             # until they get new ones.
             connection.execute(update(VERSIONS).values(live=STALE))
