@@ -84,6 +84,7 @@ def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family:
         job.clean_up()
     records = steps_of(job.run_dir)
     assert len(records) == STEPS and any(record["actor/grad_norm"] > 0 for record in records)
+    assert not [key for record in records for key in record if key in ("alarm/loss", "alarm/gradient", "alarm/written")]
     exact = "model.dtype=bfloat16" not in grid  # else of the size of bfloat16's rounding
     difference = "training/rollout_logp_diff_max" if exact else "training/rollout_logp_diff_mean"
     assert max(record[difference] for record in records) < (1e-4 if exact else 0.05)

@@ -176,8 +176,10 @@ def norm_slope(trained: TrainedModel) -> float | None:
     with trained.model.grid():
         first = parallel_state.get_tensor_model_parallel_rank() == 0
         for chunk in trained.model.chunks:
-            decoder = getattr(unwrap(chunk), "decoder", None)
-            norm = getattr(decoder, "final_layernorm", None)
+            stage = unwrap(chunk)
+            norm = getattr(getattr(stage, "decoder", None), "final_layernorm", None)
+            if norm is not None and getattr(getattr(stage, "output_layer", None), "softcap", None) is not None:
+                return None
             for parameter in () if norm is None else norm.parameters():
                 if not parameter.requires_grad:
                     return None
