@@ -90,17 +90,14 @@ class ComparedTurns(Part):
         sampled = [(place, number) for place, number in enumerate(numbers) if number < len(rows)]
         if not sampled or not self._number:
             return []
-        keys = [(rows[number].group_id, rows[number].index) for _, number in sampled]
-        read = [one for one, key in zip(sampled, keys, strict=True) if key in self._whole]
-        others = [
-            one for one, key in zip(sampled, keys, strict=True) if key in self._elsewhere and key not in self._whole
-        ]
-        few = spread(read, self._number, state.step)
-        few += spread(others, self._number - len(few), state.step)
+        keys = [(row.group_id, row.index) for row in rows]
+        few = spread([one for one in sampled if keys[one[1]] in self._whole], self._number, state.step)
+        if rest := self._elsewhere.keys() - self._whole.keys():
+            few += spread([one for one in sampled if keys[one[1]] in rest], self._number - len(few), state.step)
         counts, ordinals = Counter[tuple[str, int]](), dict[int, int]()
-        chosen = {(rows[number].group_id, rows[number].index) for _, number in few}
-        for number, row in enumerate(rows):
-            if (key := (row.group_id, row.index)) in chosen:
+        chosen = {keys[number] for _, number in few}
+        for number, key in enumerate(keys):
+            if key in chosen:
                 ordinals[number] = counts[key]
                 counts[key] += 1
         return [(place, number, ordinals[number]) for place, number in few]
