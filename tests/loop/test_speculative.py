@@ -20,7 +20,7 @@ from megarl.train.parts.speculative import DraftAcceptance
 from tests.conftest import examples
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, perturbed, tiny_engine, worst_difference
-from tests.loop.prediction_files import scale_tensor
+from tests.parallel.prediction_files import scale_tensor
 from tests.loop.test_in_flight import published
 from tests.loop.test_sync_families import EXPERTS, TP2, Cell, engine_of
 from tests.loop.trainers import Ranks, ranks_of, versions

@@ -25,7 +25,7 @@ from megarl.engines.client.client import Sampling
 from megarl.weights.architectures import ARCHITECTURES
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
-from tests.loop.prediction_files import add_prediction
+from tests.parallel.prediction_files import add_prediction
 from tests.loop.trainers import Breaking, Ranks, probe, ranks_of, refusing, versions
 from tests.loop.vision_models import save_qwen_processor
 from tests.loop.zygote import Zygote

@@ -19,11 +19,12 @@ LAST = ("shared_head.norm.weight", "mtp.norm.weight")
 def add_prediction(path: Path) -> list[str]:
     """Add a layer that passes the hidden state on: it drafts the token that was likeliest before the last one, if the
     model's last norm has weights of 1. Returns the stored names."""
-    raw = json.loads((path / "config.json").read_text()) | {"num_nextn_predict_layers": 1, "mtp_num_hidden_layers": 1}
+    raw = json.loads((path / "config.json").read_text())
+    raw.get("text_config", raw).update(num_nextn_predict_layers=1, mtp_num_hidden_layers=1)
     (path / "config.json").write_text(json.dumps(raw))
     config = read_hf_config(path)
     tensors = load_file(path / SINGLE)
-    dtype = tensors["model.embed_tokens.weight"].dtype
+    dtype = next(value.dtype for name, value in tensors.items() if name.endswith("embed_tokens.weight"))
     unit = torch.zeros if config["model_type"].startswith("qwen3") else torch.ones  # these add 1 to a norm's weight
     added = {}
     for name, place in places_in_files(config, architecture(config).prediction(config), "lm").items():
