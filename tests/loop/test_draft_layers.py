@@ -13,8 +13,8 @@ from torch import nn
 from megarl.core.errors import WeightsDiffer, WeightSyncError
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from megarl.weights.reshard.layouts import vllm_layout
-from tests.parallel.prediction_files import add_prediction
 from tests.parallel.families import hf_model
+from tests.parallel.prediction_files import add_prediction
 
 
 def modules_of(shapes: dict[str, tuple[int, ...]]) -> nn.Module:

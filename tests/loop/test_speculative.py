@@ -13,18 +13,18 @@ import pytest
 import torch
 from transformers import PreTrainedModel, Qwen3ForCausalLM
 
-from megarl.engines.client.client import Completion, Prompt, Sampling
 from megarl.core.errors import WeightSyncError
+from megarl.engines.client.client import Completion, Prompt, Sampling
 from megarl.run.supervise.process_specs import NGRAM
 from megarl.train.parts.speculative import DraftAcceptance
 from tests.conftest import examples
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, perturbed, tiny_engine, worst_difference
-from tests.parallel.prediction_files import scale_tensor
 from tests.loop.test_in_flight import published
 from tests.loop.test_sync_families import EXPERTS, TP2, Cell, engine_of
 from tests.loop.trainers import Ranks, ranks_of, versions
 from tests.loop.zygote import Zygote
+from tests.parallel.prediction_files import scale_tensor
 
 TOLERANCE = 1e-4
 TOKENS = 48

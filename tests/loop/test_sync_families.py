@@ -25,11 +25,11 @@ from megarl.engines.client.client import Sampling
 from megarl.weights.architectures import ARCHITECTURES
 from tests.loop.conftest import TINY_ROLLOUT
 from tests.loop.engines import RunningEngine, differences, perturbed, save_tokenizer, some_prompts, transformers_logp
-from tests.parallel.prediction_files import add_prediction
 from tests.loop.trainers import Breaking, Ranks, probe, ranks_of, refusing, versions
 from tests.loop.vision_models import save_qwen_processor
 from tests.loop.zygote import Zygote
 from tests.parallel.families import FAMILIES, hf_model
+from tests.parallel.prediction_files import add_prediction
 
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 FP32_TOLERANCE = 1e-4

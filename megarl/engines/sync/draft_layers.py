@@ -10,7 +10,6 @@ from __future__ import annotations
 from functools import lru_cache
 from pathlib import Path
 
-import torch
 from torch import nn
 from vllm.config import ModelConfig
 

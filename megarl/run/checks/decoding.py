@@ -72,24 +72,18 @@ def _check_draft_layers(config: Config, job: Job) -> None:
         raise ConfigError(f"rollout.speculative=mtp with {reason}; set one of them back, or speculative to ngram")
 
 
-def check_drafts(config: Config, hf_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if engines cannot verify drafts of this model, or it has no prediction layers to draft with."""
+def check_prediction(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if engines cannot draft with the model's prediction layers, or it has none."""
     rollout, path = config.rollout, config.model.path
-    given, on_cpu = f"rollout.speculative={rollout.speculative}", config.parallel.backend == "gloo"
-    sizes = architecture(hf_config).sizes(hf_config)
-    if rollout.speculative != "none" and on_cpu and sizes.delta_layers and config.model.dtype != "bfloat16":
-        raise ConfigError(
-            f"{given} with model.dtype={config.model.dtype}: on CPUs vLLM's gated delta nets verify drafts in bfloat16 "
-            "alone; set model.dtype=bfloat16, or speculative to none"
-        )
     if rollout.speculative != "mtp":
         return
+    given, sizes = "rollout.speculative=mtp", architecture(hf_config).sizes(hf_config)
     if not has_prediction_layers(Path(path), hf_config):
         raise ConfigError(
             f"{given}: the model in {path} lacks prediction layers, or megarl has no table of them; take files that "
             "have them (megarl convert --mtp keep), or set it to ngram"
         )
-    if sizes.kv_lora and on_cpu:
+    if sizes.kv_lora and config.parallel.backend == "gloo":
         raise ConfigError(
             f"{given} with parallel.backend=gloo: vLLM's latent attention on CPUs fails in draft layers; set it to "
             "ngram"
@@ -97,8 +91,8 @@ def check_drafts(config: Config, hf_config: Mapping[str, Any]) -> None:
     layers, tokens = sizes.mtp_layers, rollout.speculative_tokens
     if tokens > layers and tokens % layers:
         raise ConfigError(
-            f"{given} with rollout.speculative_tokens={tokens}: vLLM takes a multiple of the model's {layers} prediction "
-            f"layers; set it to {layers}"
+            f"{given} with rollout.speculative_tokens={tokens}: vLLM takes a multiple of the model's {layers} "
+            f"prediction layers; set it to {layers}"
         )
 
 

@@ -228,13 +228,7 @@ def _dist_name(param: Param, transformer_impl: TransformerImpl, latent: bool) ->
 
 
 def vllm_layout(
-    hf_config: HFConfig,
-    tp: int,
-    replicas: int = 1,
-    *,
-    pp: int = 1,
-    expert_parallel: bool = False,
-    drafts: bool = False,
+    hf_config: HFConfig, tp: int, replicas: int = 1, *, pp: int = 1, expert_parallel: bool = False, drafts: bool = False
 ) -> Layout:
     """Layout of the engines' workers, under vLLM's parameter names; rank = tp_rank + tp * (pp_rank + pp * replica).
 
