@@ -444,8 +444,8 @@ class RolloutConfig:
     towers keep the model's type (docs/tuning.md)."""
     speculative: Literal["none", "ngram", "suffix", "mtp"] = "none"
     """Method that drafts tokens, which the model then verifies in one forward pass (vLLM's): ``ngram`` repeats the
-    sequence's own text, ``suffix`` also other responses. Samples keep the model's distribution (docs/tuning.md).
-    ``mtp`` is refused: no sync replaces an engine's draft layers."""
+    sequence's own text, ``suffix`` also other responses, ``mtp`` uses the prediction layers of ``model.path``, which
+    are not trained. Samples keep the model's distribution (docs/tuning.md)."""
     speculative_tokens: Annotated[int, Bound(1, 32)] = 4
     """Most tokens of a draft."""
     engine_options: dict[str, Any] = field(default_factory=dict, hash=False)

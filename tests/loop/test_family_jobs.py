@@ -68,6 +68,7 @@ def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family:
     settings = (
         *TINY,
         *grid,
+        *(("rollout.speculative=mtp", "rollout.speculative_tokens=1") if prediction else ()),
         f"model.path={path}",
         "model.from_scratch=null",
         f"trainer.steps={STEPS}",
@@ -91,6 +92,7 @@ def test_a_job_goes_on_and_its_model_is_what_was_trained(tmp_path: Path, family:
 
     stored = load_file(job.run_dir / "hf" / "model.safetensors")
     assert all(torch.equal(stored[name], tensor) for name, tensor in prediction.items()), "as in model.path"
+    assert not prediction or all(0 <= record["rollout/draft_acceptance"] <= 1 for record in records)
     model = AutoModelForCausalLM.from_pretrained(job.run_dir / "hf", dtype=torch.float32, attn_implementation="eager")
     store = Store(f"sqlite:///{job.run_dir}/store.db", read_only=True)
     samples = [sample for t in store.groups.trajectories("eval-after") for sample in t.samples()]

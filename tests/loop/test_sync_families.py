@@ -29,6 +29,7 @@ from tests.loop.trainers import Breaking, Ranks, probe, ranks_of, refusing, vers
 from tests.loop.vision_models import save_qwen_processor
 from tests.loop.zygote import Zygote
 from tests.parallel.families import FAMILIES, hf_model
+from tests.parallel.prediction_files import add_prediction
 
 SAMPLING = Sampling(max_tokens=12, ignore_eos=True)
 FP32_TOLERANCE = 1e-4
@@ -149,6 +150,8 @@ class Cell:
     head: Literal["float32"] | None = None
     changes: dict[str, Any] = field(default_factory=dict)
     forked: bool = True
+    predicts: bool = False
+    """The files have a prediction layer."""
 
     def __str__(self) -> str:
         engine = "-".join(f"{name}{value}" for name, value in self.rollout.items()) or "tp1"
@@ -251,6 +254,8 @@ def engine_of(
     save_qwen_processor(path, FAMILIES[cell.family][0]) if sees else save_tokenizer(path)
     made = hf_model(cell.family, **{**SIZES[cell.family], **cell.changes})
     made.save_pretrained(path)
+    if cell.predicts:
+        add_prediction(path)
     config = Config(
         run=RunConfig(dir=str(folder)),
         model=ModelConfig(path=str(path), dtype=cell.dtype, head_dtype=cell.head),

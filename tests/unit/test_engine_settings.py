@@ -17,7 +17,7 @@ from megarl.config.schema import ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
-from megarl.run.checks.decoding import DECODE_CONTEXT, check_decode_context
+from megarl.run.checks.decoding import DECODE_CONTEXT, check_decode_context, check_prediction
 from megarl.run.checks.engine_options import (
     ON_CPU,
     REASONS,
@@ -31,7 +31,9 @@ from megarl.run.checks.engine_options import (
 from megarl.run.checks.memory import check_engine_devices, engine_bytes
 from megarl.run.checks.settings import check_builds
 from megarl.run.supervise.process_specs import engine_process
-from tests.parallel.families import FAMILIES
+from megarl.weights.checkpoint.formats.hf import read_hf_config
+from tests.parallel.families import FAMILIES, hf_model
+from tests.parallel.prediction_files import add_prediction
 from tests.unit.small_job import config_of
 from tests.unit.test_memory_checks import TINY
 
@@ -151,7 +153,11 @@ def test_a_batch_on_a_cpu_holds_a_whole_prompt() -> None:
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.speculative=mtp"], "no sync replaces or verifies the draft layers"),
+        (["rollout.speculative=mtp", "rollout.placement=colocated"], "its engines free or never read draft layers"),
+        (["rollout.speculative=mtp", "run.mode=explore"], "only engines of a trainer's own job compare draft layers"),
+        (["rollout.speculative=mtp", "sync.cold_interval=5"], "the files of its engine have no draft layers"),
+        (["rollout.speculative=mtp", "model.lora.rank=4"], "drafts of models with adapters are untried"),
+        (["rollout.speculative=mtp", "rollout.pp=2"], "with rollout.pp=2: vLLM 0.32 looks for a drafter"),
         (["rollout.speculative=ngram", "rollout.routing_replay=true"], "expert ids of rejected drafts"),
         (["rollout.speculative=ngram", "rollout.pp=2"], "with rollout.pp=2: vLLM 0.32 looks for a drafter"),
         (["rollout.speculative=suffix"], "arctic_inference, which is not installed; pip install arctic-inference"),
@@ -160,6 +166,27 @@ def test_a_batch_on_a_cpu_holds_a_whole_prompt() -> None:
 def test_drafts_that_cannot_be_are_refused(overrides: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         check(*overrides)
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "words"),
+    [
+        ("qwen3", (), "lacks prediction layers, or megarl has no table of them"),
+        ("plain glm4_moe", (), "lacks prediction layers"),
+        ("glm4_moe", (), ""),
+        ("deepseek_v3", (), "vLLM's latent attention on CPUs fails in draft layers"),
+        ("deepseek_v3", GPU, ""),
+        ("qwen3_5", (), ""),
+    ],
+)
+def test_drafts_need_prediction_layers(tmp_path: Path, family: str, overrides: tuple[str, ...], words: str) -> None:
+    hf_model(family.split()[-1]).save_pretrained(tmp_path)
+    if family not in ("qwen3", "plain glm4_moe"):
+        add_prediction(tmp_path)
+    config = config_of(tmp_path, "rollout.speculative=mtp", *overrides)
+    config = replace(config, model=replace(config.model, path=str(tmp_path)))
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_prediction(config, read_hf_config(tmp_path))
 
 
 WIDE = (*GPU, "rollout.tp=8")

@@ -18,6 +18,7 @@ from megarl.config.lora import LoraConfig
 from megarl.core.errors import WeightSyncError
 from megarl.core.processes.machine import trim_memory
 from megarl.engines.client.control import FAILURE
+from megarl.engines.sync.draft_layers import DraftLayers
 from megarl.engines.sync.eight_bits import EightBits
 from megarl.engines.sync.files import compare_with_files, differing_weights, read_files
 from megarl.engines.sync.link import Backend, Link, LinkAddress, join_groups, open_store
@@ -154,6 +155,9 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Writer of this worker's model; None before ``agree``."""
     adapted: AdaptedWriter | None = None
     """``writer`` for a trainer's model with adapters, including the engine's separate adapters."""
+    drafter: torch.nn.Module | None = None
+    """vLLM's draft model, if it has one."""
+    _draft_layers: DraftLayers | None = None
     _agreed: str | None = None
     """Fingerprint of the plan that ``agree`` built."""
     _links: Sequence[Link] = ()
@@ -214,15 +218,28 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
                 "the engine was started with sync.adapter=separate, the trainer sends no adapters: the programs that "
                 "share engines need the same sync.adapter and model.lora"
             )
+        if self.drafter is not None:
+            self._draft_layers = self._draft_layers or self._draft_layers_of(self.drafter, hf_config)
         self._layout, self._rank, self._bucket_bytes = layout, rank, info.bucket_bytes
         self._agreed = info.fingerprint
 
-    def _writer_of(self, layout: Layout, rank: int) -> SliceWriter:
+    def _draft_layers_of(self, drafter: torch.nn.Module, hf_config: Mapping[str, Any]) -> DraftLayers:
+        mine = self.parallel_config
+        layout = vllm_layout(
+            hf_config, mine.tensor_parallel_size, expert_parallel=mine.enable_expert_parallel, drafts=True
+        )
+        tensors = self._local_tensors(layout, mine.rank)
+        return DraftLayers(drafter, self.model, self.model_config, layout, tensors, mine.rank)
+
+    def _local_tensors(self, layout: Layout, rank: int) -> dict[str, LocalTensor]:
         dtype = self.model_config.dtype
-        tensors = {
+        return {
             row.local: LocalTensor(row.local_shape(share), wire_dtype(layout, row.parts[0], dtype))
             for row, share in layout.rows_of(rank)
         }
+
+    def _writer_of(self, layout: Layout, rank: int) -> SliceWriter:
+        tensors = self._local_tensors(layout, rank)
         eight_bits = EightBits(self.model, layout, rank)
         if (self.model_config.quantization is not None) != bool(eight_bits):
             raise WeightSyncError(
@@ -315,8 +332,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def digests(self) -> dict[str, int]:
         """Return logical tensor -> digest of this worker's part, read back from the model's weights, or as arrived for
-        8-bit weights. Raises WeightsDiffer if padding is not zero, or an 8-bit form does not match the arrived
-        weights."""
+        8-bit weights. Raises WeightsDiffer if padding is not zero, an 8-bit form does not match the arrived weights, or
+        draft layers are not those of the model's files."""
         self._require_values("megarl_digests")
         assert self.writer is not None, "no trainer: megarl_agree comes before megarl_digests"
         eight_bits = self.writer.eight_bits
@@ -324,6 +341,8 @@ class Receiver(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self.adapted is not None:
             layout = self.adapted.layout(layout, self.plans["changed"].destination)
         with torch.device(self.device), torch.no_grad():
+            if self._draft_layers is not None:
+                self._draft_layers.check()
             read, check_rest = zero_padded(layout, self._rank, writer.computed_with)
             found = digests_of(layout, self._rank, read)
             check_rest()
@@ -410,11 +429,13 @@ class WorkerExtension:
     as replies."""
 
     weight_transfer_engine: Receiver
+    get_draft_model: Callable[[], torch.nn.Module | None]
     _weight_update_active: bool
 
     @_answered
     def megarl_agree(self, info: dict[str, Any]) -> dict[str, str]:
         """Call ``Receiver.agree`` with the fields of an InitInfo; return this worker's machine."""
+        self.weight_transfer_engine.drafter = self.get_draft_model()
         self.weight_transfer_engine.agree(InitInfo(**info))
         return {"machine": machine()}
 

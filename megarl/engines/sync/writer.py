@@ -166,16 +166,26 @@ class SliceWriter:
         model_config: vLLM's.
         tensors: Local tensor name -> its part of the layout; an update writes every element, padding included.
         eight_bits: Tensors that the model keeps in 8 bits.
+        beside: Modules of another model in it, which are left alone.
     """
 
     def __init__(
-        self, model: nn.Module, model_config: ModelConfig, tensors: Mapping[str, LocalTensor], eight_bits: EightBits
+        self,
+        model: nn.Module,
+        model_config: ModelConfig,
+        tensors: Mapping[str, LocalTensor],
+        eight_bits: EightBits,
+        beside: Collection[nn.Module] = (),
     ) -> None:
         self._model = model
         self.eight_bits = eight_bits
         self._model_config = model_config
         self._tensors = dict(tensors)
-        self.owner = {f"{plain_path(path)}.{name}": (module, name) for path, module, name in _loadable(model)}
+        self.owner = {
+            f"{plain_path(path)}.{name}": (module, name)
+            for path, module, name in _loadable(model)
+            if module not in beside
+        }
         """Local tensor name -> its module, and the parameter's name there."""
         self._plain_head = model_config.head_dtype != model_config.dtype
         self._latent = latent_projections(model)

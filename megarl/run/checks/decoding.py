@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from megarl.config import Config
 from megarl.core.errors import ConfigError
+from megarl.core.jobs import Job
 from megarl.weights.architectures import architecture
+from megarl.weights.checkpoint.formats.hf_source import has_prediction_layers
 
 DECODE_CONTEXT = "decode_context_parallel_size"
 """vLLM's option for the number of workers that divide a KV cache."""
@@ -19,17 +22,14 @@ PACKAGES: Mapping[str, tuple[str, str]] = {
 """Method -> (module that vLLM imports for it, package to install)."""
 
 
-def check_speculation(config: Config) -> None:
+def check_speculation(config: Config, job: Job) -> None:
     """Raise ConfigError if engines cannot draft with these settings, or would draft with old weights."""
     method, rollout = config.rollout.speculative, config.rollout
     if method == "none":
         return
     given = f"rollout.speculative={method}"
     if method == "mtp":
-        raise ConfigError(
-            f"{given}: no sync replaces or verifies the draft layers of an engine, so they would keep the weights of "
-            "model.path; set it to ngram or none"
-        )
+        _check_draft_layers(config, job)
     if rollout.routing_replay:
         raise ConfigError(
             f"{given} with rollout.routing_replay=true: expert ids of rejected drafts would be recorded as those of "
@@ -40,10 +40,59 @@ def check_speculation(config: Config) -> None:
             f"{given} with rollout.pp={rollout.pp}: vLLM 0.32 looks for a drafter on every pipeline stage, but "
             "makes it on the last alone; set rollout.pp=1 and raise rollout.tp, or set speculative to none"
         )
-    module, package = PACKAGES[method]
+    module, package = PACKAGES.get(method, ("vllm", "vllm"))
     if importlib.util.find_spec("vllm") and importlib.util.find_spec(module) is None:
         raise ConfigError(
             f"{given}: vLLM drafts with {module}, which is not installed; pip install {package}, or set it to none"
+        )
+
+
+def _check_draft_layers(config: Config, job: Job) -> None:
+    """Raise ConfigError if an engine's draft layers would not be those of ``model.path``, or are not compared with
+    them."""
+    rollout, sync = config.rollout, config.sync
+    reasons = {
+        "rollout.placement=colocated: its engines free or never read draft layers, and no sync brings these": (
+            rollout.is_colocated
+        ),
+        f"run.mode={job.mode}: only engines of a trainer's own job compare draft layers with the files": (
+            job.mode != "both"
+        ),
+        f"sync.cold_interval={sync.cold_interval}: the files of its engine have no draft layers": (
+            sync.cold_interval is not None
+        ),
+        f"model.lora.rank={config.model.lora.rank}: drafts of models with adapters are untried": (
+            config.model.lora.is_used
+        ),
+        f"rollout.weight_dtype={rollout.weight_dtype}: draft layers in 8 bits are not compared with the files": (
+            rollout.weight_dtype != "auto"
+        ),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise ConfigError(f"rollout.speculative=mtp with {reason}; set one of them back, or speculative to ngram")
+
+
+def check_prediction(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if engines cannot draft with the model's prediction layers, or it has none."""
+    rollout, path = config.rollout, config.model.path
+    if rollout.speculative != "mtp":
+        return
+    given, sizes = "rollout.speculative=mtp", architecture(hf_config).sizes(hf_config)
+    if not has_prediction_layers(Path(path), hf_config):
+        raise ConfigError(
+            f"{given}: the model in {path} lacks prediction layers, or megarl has no table of them; take files that "
+            "have them (megarl convert --mtp keep), or set it to ngram"
+        )
+    if sizes.kv_lora and config.parallel.backend == "gloo":
+        raise ConfigError(
+            f"{given} with parallel.backend=gloo: vLLM's latent attention on CPUs fails in draft layers; set it to "
+            "ngram"
+        )
+    layers, tokens = sizes.mtp_layers, rollout.speculative_tokens
+    if tokens > layers and tokens % layers:
+        raise ConfigError(
+            f"{given} with rollout.speculative_tokens={tokens}: vLLM takes a multiple of the model's {layers} "
+            f"prediction layers; set it to {layers}"
         )
 
 

@@ -158,7 +158,7 @@ def check_engine_settings(config: Config, job: Job) -> None:
     _check_cache_size(config)
     _check_dtypes(config, job)
     check_engine_options(config)
-    check_speculation(config)
+    check_speculation(config, job)
 
 
 def check_eight_bits(config: Config, hf_config: Mapping[str, Any]) -> None:

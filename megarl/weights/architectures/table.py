@@ -25,6 +25,8 @@ Head = Literal["lm", "score"]
 """Output after the last norm: vocabulary logits, or one number per token (critic, reward model)."""
 
 HF_LAYER = "model.layers.{}."
+VLLM_DRAFT = "model."
+"""Prefix of vLLM's draft models."""
 HF_PREDICTION = "mtp."
 """Prefix of prediction layers that the files do not number after the model's layers."""
 VLLM_LAYER = "model.layers.{}."
@@ -373,6 +375,12 @@ class PredictionRules:
             return HF_LAYER.format(layer)
         return HF_PREDICTION + ("" if stage is Stage.MTP else f"layers.{number}.")
 
+    def vllm_prefix(self, number: int, layer: int, stage: Stage) -> str:
+        """Prefix of names of prediction layer ``number`` in vLLM's draft model; arguments as of ``prefix``."""
+        if not self.beside:
+            return VLLM_LAYER.format(layer) + ("" if stage is Stage.MTP else "mtp_block.")
+        return VLLM_DRAFT + ("" if stage is Stage.MTP else f"layers.{number}.")
+
 
 @dataclass(frozen=True)
 class LayerRules:
@@ -644,6 +652,11 @@ class Architecture:
             prefix = HF_LAYER.format(layer) if number < 0 else self.layers.prediction.prefix(number, layer, param.stage)
             experts: Iterable[int | None] = range(sizes.experts) if param.per_expert else (None,)
             yield from (Occurrence(layer, expert, prefix=prefix) for expert in experts)
+
+    def prediction(self, hf_config: HFConfig) -> dict[str, Shape]:
+        """Return HF name -> shape of the logical tensors of prediction layers; empty without such layers."""
+        own = self.tensors(hf_config)
+        return {name: shape for name, shape in self.tensors(hf_config, mtp=True).items() if name not in own}
 
     def tensors(self, hf_config: HFConfig, *, mtp: bool = False) -> dict[str, Shape]:
         """Logical tensors: HF name -> shape, in layer order, without a tied lm_head."""

@@ -228,29 +228,31 @@ def _dist_name(param: Param, transformer_impl: TransformerImpl, latent: bool) ->
 
 
 def vllm_layout(
-    hf_config: HFConfig, tp: int, replicas: int = 1, *, pp: int = 1, expert_parallel: bool = False
+    hf_config: HFConfig, tp: int, replicas: int = 1, *, pp: int = 1, expert_parallel: bool = False, drafts: bool = False
 ) -> Layout:
     """Layout of the engines' workers, under vLLM's parameter names; rank = tp_rank + tp * (pp_rank + pp * replica).
 
     A tied model has a separate ``lm_head.weight``: on CPU, vLLM uses a separate packed copy. ``expert_parallel``: full
-    experts on each rank instead of a share of each. Raises ConfigError for a grid that does not divide the model.
+    experts on each rank instead of a share of each. ``drafts``: the prediction layers alone, under the names of vLLM's
+    draft model. Raises ConfigError for a grid that does not divide the model.
     """
     arch = architecture(hf_config)
     sizes = arch.sizes(hf_config)
     vocab = padded_vocab_size(sizes.vocab, 1, VLLM_VOCAB_MULTIPLE)
     _check_vllm(arch, sizes, vocab, tp, pp, expert_parallel)
     text = "".join((f" pp={pp}" if pp > 1 else "", " expert_parallel" if expert_parallel else ""))
+    spots = _vllm_spots(arch, sizes, tp, pp, replicas, expert_parallel, drafts)
     return Layout(
-        f"vllm tp={tp}{text} replicas={replicas}",
-        arch.tensors(hf_config),
+        f"vllm tp={tp}{text} replicas={replicas}{' drafts' if drafts else ''}",
+        arch.prediction(hf_config) if drafts else arch.tensors(hf_config),
         tp * pp * replicas,
-        _rows(_vllm_spots(arch, sizes, tp, pp, replicas, expert_parallel), Sharder(sizes, vocab, interleaved=False)),
+        _rows(spots, Sharder(sizes, vocab, interleaved=False)),
         _dtypes(arch, sizes),
     )
 
 
 def _vllm_spots(
-    arch: Architecture, sizes: ModelSizes, tp: int, pp: int, replicas: int, expert_parallel: bool
+    arch: Architecture, sizes: ModelSizes, tp: int, pp: int, replicas: int, expert_parallel: bool, drafts: bool
 ) -> Iterator[_Spot]:
     fused = {part: f for f in arch.vllm for part in f.hf}
     stage_of = [stage for stage, n in enumerate(_vllm_layers(sizes.num_layers, pp)) for _ in range(n)]
@@ -261,12 +263,18 @@ def _vllm_spots(
     counts = _vllm_experts(sizes.experts, tp)
     home = [rank for rank, n in enumerate(counts) for _ in range(n)]  # rank of each expert
     absent = {part for param in arch.params for part in param.hf if 0 in part.shape(sizes)}
-    for param, occurrence in _in_order(arch, sizes, mtp=False):
-        if occurrence.layer is not None:
+    rules = arch.layers.prediction
+    for param, occurrence in _in_order(arch, sizes, mtp=drafts):
+        number = -1 if occurrence.layer is None else occurrence.layer - sizes.num_layers
+        if drafts != (number >= 0):
+            continue
+        if occurrence.layer is not None and drafts:
+            stages, prefix = {pp - 1}, rules.vllm_prefix(number, occurrence.layer, param.stage)
+        elif occurrence.layer is not None:
             stages, prefix = {stage_of[occurrence.layer]}, VLLM_LAYER.format(occurrence.layer)
         else:
             stages, prefix = _vllm_end_stages(arch, param, sizes.tied, pp), ""
-        if not param.in_tower:
+        if not param.in_tower and not drafts:
             prefix = arch.vllm_text + prefix
         # Spots follow Megatron's rows; a tensor fused by vLLM comes with its first part.
         for part in (param.hf[0],) if param.op is Op.TIED else param.hf:
@@ -284,6 +292,8 @@ def _vllm_spots(
             for p in sorted(stages):
                 if occurrence.expert is None:
                     shard = joined.shard if joined and joined.shard else part.shard
+                    if param.stage is Stage.MTP and not rules.beside:  # a plain linear layer there
+                        shard = Shard.REPLICATED
                     owners = (whole if shard is Shard.REPLICATED else cut)[p]
                     yield _Spot(op, shard, parts, occurrence, local, owners)
                 elif expert_parallel:

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError
 from megarl.core.processes import heartbeat
-from megarl.weights.architectures import Head, HFConfig, architecture
+from megarl.weights.architectures import Head, architecture
 from megarl.weights.checkpoint.formats.hf_files import INDEX, SINGLE, FilePlace, shards
 from megarl.weights.checkpoint.formats.hf_source import (
     EMBEDDING,
@@ -30,6 +30,7 @@ from megarl.weights.checkpoint.formats.hf_source import (
     check_labels,
     copy_small_files,
     has_prediction,
+    has_prediction_layers,
     open_hf,
     places_in_files,
     read_hf_config,
@@ -169,7 +170,8 @@ def export_hf(
         temporary.mkdir(parents=True)
     hf_config = read_hf_config(source)
     places = places_in_files(hf_config, plan.destination.tensors, head)
-    copied = _prediction(source, hf_config) if with_prediction and head == "lm" else {}
+    predict = with_prediction and head == "lm" and has_prediction_layers(source, hf_config)
+    copied = places_in_files(hf_config, architecture(hf_config).prediction(hf_config), "lm") if predict else {}
     places |= copied
     shapes = {place.stored: place.whole for place in places.values()}
     dtypes = {place.stored: wire_dtype(plan.destination, name, dtype) for name, place in places.items()}
@@ -200,20 +202,6 @@ def export_hf(
         copy_small_files(source, temporary, dtype, mtp=mtp, is_value=head == "score")
         replace_directory(temporary, target)
     return digests
-
-
-def _prediction(path: Path, hf_config: HFConfig) -> dict[str, FilePlace]:
-    """Places of the tensors of a checkpoint's prediction layers; empty unless it has all of them."""
-    table = architecture(hf_config)
-    tensors = table.tensors(hf_config, mtp=True)
-    for name in table.tensors(hf_config):
-        del tensors[name]
-    if not tensors:
-        return {}
-    source = open_hf(path)
-    source.close()
-    whole = all(source.shapes.get(name) == shape for name, shape in tensors.items())
-    return places_in_files(hf_config, tensors, "lm") if whole else {}
 
 
 def _copy(path: Path, views: Mapping[str, torch.Tensor]) -> None:

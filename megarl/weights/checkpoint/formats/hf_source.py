@@ -312,6 +312,17 @@ def has_prediction(tensors: Collection[str], hf_config: Mapping[str, Any]) -> bo
     return any(name.format(hf_config.get("num_hidden_layers")) in tensors for name in _MTP_JOINT)
 
 
+def has_prediction_layers(path: Path, hf_config: Mapping[str, Any]) -> bool:
+    """True if a checkpoint's files have every tensor of the prediction layers that its config.json names. Raises
+    CheckpointError as ``open_hf`` does."""
+    tensors = architecture(hf_config).prediction(hf_config)
+    if not tensors:
+        return False
+    source = open_hf(path)
+    source.close()
+    return all(source.shapes.get(name) == shape for name, shape in tensors.items())
+
+
 def _predicts(name: str, hf_config: Mapping[str, Any]) -> bool:
     """True if a tensor belongs to a prediction layer."""
     if name.startswith(_MTP_BLOCKS):
