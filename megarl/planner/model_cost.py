@@ -171,11 +171,13 @@ class ModelCost:
         window = settings.get("window_size", (0, 0))[0] + 1
         windowed = settings.get("window_attn_skip_freq", [0] * sizes.num_layers)
         layers = range(sizes.num_layers)
-        kinds = [(n in sizes.moe_layers, bool(windowed[n]), n in sizes.global_layers) for n in layers]
+        is_global, shares = ({*found} for found in (sizes.global_layers, sizes.shared_layers))
+        kinds = [(n in sizes.moe_layers, bool(windowed[n]), n in is_global, n in shares) for n in layers]
         costs = {}
         for number in layers:
             if (kind := kinds[number]) not in costs:
-                layer = _layer(sizes_of_layer(sizes, number), kind[0], keys_are_values=kind[2])
+                projections = 0 if kind[3] else 1 if kind[2] and sizes.keys_are_values else 2
+                layer = _layer(sizes_of_layer(sizes, number), kind[0], projections)
                 costs[kind] = replace(layer, window=window * kind[1])
         return cls(tuple(costs[kind] for kind in kinds), sizes.hidden, sizes.vocab, sizes.tied)
 
@@ -208,7 +210,8 @@ class ModelCost:
         return max(layer.experts for layer in self.layers)
 
 
-def _layer(sizes: ModelSizes, experts: bool, keys_are_values: bool = False) -> LayerCost:
+def _layer(sizes: ModelSizes, experts: bool, projections: int) -> LayerCost:
+    """``projections``: 2 to keys and values, 1 if keys are values, 0 if both are another layer's."""
     h = sizes.hidden
     if sizes.kv_lora:
         attention = [
@@ -223,7 +226,7 @@ def _layer(sizes: ModelSizes, experts: bool, keys_are_values: bool = False) -> L
         widths, kv, kv_ways = sizes.qk_nope + sizes.qk_rope + sizes.v_head, sizes.latent_kv, 1
         inner = 2 * (sizes.latent_q + sizes.latent_up)
     else:
-        joint = sizes.q + (1 if keys_are_values else 2) * sizes.kv
+        joint = sizes.q + projections * sizes.kv
         attention = [Product(h, joint, "column"), Product(sizes.q, h, "row")]
         widths, kv, kv_ways = 2 * sizes.head, 2 * sizes.kv, sizes.kv_heads
         inner = 2 * (sizes.q + 2 * sizes.kv)

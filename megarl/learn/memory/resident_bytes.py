@@ -72,6 +72,7 @@ MODULES = (
     "core_attention",
     "linear_proj",
     "linear_qkv",
+    "linear_q",
     "linear_q_proj",
     "linear_q_down_proj",
     "linear_q_up_proj",

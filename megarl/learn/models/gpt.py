@@ -45,7 +45,7 @@ def build_chunks(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
-    from megarl.learn.models import experts, packed, vision
+    from megarl.learn.models import attention, experts, packed, vision
     from megarl.learn.models import head as lm_head
     from megarl.learn.models import norms as scaling
 
@@ -80,6 +80,7 @@ def build_chunks(
         scaling.install(stage, numbers, logits=head == "lm")
         (lm_head.install_value_head if head == "score" else lm_head.install)(stage)
         experts.install(stage)
+        attention.share_keys(stage, arch.sizes(hf_config))
         packed.install(stage, layer_ropes)
         base, share = gpt.get("rotary_base", 0.0), gpt.get("rotary_percent", 1.0)
         vision.install(stage, hf_config, base, share, trained=model.train_vision_tower)

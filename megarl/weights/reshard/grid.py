@@ -121,6 +121,7 @@ def check_grid(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str = 
     _check_tp(name, sizes, grid, setting)
     _check_experts(name, sizes, grid, setting)
     _check_pp(name, sizes.num_layers, grid, setting)
+    _check_handed(name, sizes, grid, setting)
     _check_deepstack(name, sizes, grid, setting)
 
 
@@ -129,7 +130,8 @@ def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) ->
     if not sizes.kv_lora:
         rules.append(("the rows of the joint query/key/value matrix", sizes.q + 2 * sizes.kv))
     if sizes.global_layers:
-        rules.append(("the rows of the joint query/key matrix", sizes.global_q + sizes.global_kv))
+        joint, copies = ("query/key", 1) if sizes.keys_are_values else ("global query/key/value", 2)
+        rules.append((f"the rows of the joint {joint} matrix", sizes.global_q + copies * sizes.global_kv))
     if len(sizes.moe_layers) < sizes.num_layers:
         rules.append(("intermediate_size", sizes.ffn))
     if sizes.shared_ffn:
@@ -200,6 +202,15 @@ def _check_pp(name: str, num_layers: int, grid: MegatronGrid, setting: str) -> N
         raise ConfigError(
             f"{setting}.vpp={grid.vpp} does not divide the layers of each stage of {name}, {stages}; set {setting}.vpp "
             f"to {divisors(*stages)}"
+        )
+
+
+def _check_handed(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:
+    """Raise ConfigError if layers take tensors of another stage: keys and values, or inputs of single layers."""
+    if grid.pp > 1 and (sizes.shared_layers or sizes.layer_input):
+        raise ConfigError(
+            f"{setting}.pp={grid.pp} with {name}: its last layers take keys and values of earlier ones, or each layer "
+            f"an input of its own, which stages do not hand on; set {setting}.pp to 1"
         )
 
 
