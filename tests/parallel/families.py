@@ -361,7 +361,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True, "sliding_window": 8, "num_hidden_layers": 6},
             **{"num_key_value_heads": 1, "global_head_dim": 32, "attention_k_eq_v": False},
-            **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 0},
+            **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8},
             **{"final_logit_softcapping": 3.0, "vocab_size_per_layer_input": VOCAB},
             "layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention", "full_attention"],
             "rope_parameters": {

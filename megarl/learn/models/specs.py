@@ -6,7 +6,7 @@ import copy
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,12 +93,13 @@ def block_spec(
 
     from megarl.learn.models.attention import CoreAttention, GatedSelfAttention, NormedValueAttention
 
+    width = 0 if sizes is None else sizes.layer_input
     if config.multi_latent_attention and config.q_lora_rank is None:
         megatron_private.keep_query_projection()
     if model.transformer_impl == "transformer_engine":
         # Fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        return _balanced(_added(block, config, residual, rules), model)
+        return _balanced(_added(block, config, residual, rules, width), model)
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -118,7 +119,7 @@ def block_spec(
             # Whole on every rank, as with TransformerEngine. The local spec's sharded and gathered projection loses the
             # gradient of the other ranks' heads for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    block = _with_recurrent_layers(_added(block, config, residual, rules), config, vp_stage)
+    block = _with_recurrent_layers(_added(block, config, residual, rules, width), config, vp_stage)
     return _balanced(_with_other_layers(block, config, sizes, vp_stage), model)
 
 
@@ -182,16 +183,18 @@ def _with_recurrent_layers(block: Any, config: Any, vp_stage: int | None) -> Any
     return block
 
 
-def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:
+def _added(block: Any, config: Any, residual: float, rules: NormRules, width: int) -> Any:
+    """Replace Megatron's additions to the residual; ``width``: of each layer's own input, 0 without."""
     if residual != 1.0 or rules.after or rules.scaled:
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-        from megarl.learn.models.norms import Residual
+        from megarl.learn.models.norms import LayerInputGate, Residual
 
         params = {"multiplier": residual, "norm": norms.after(config, rules)}
+        of_mlp = {**params, "scaled": rules.scaled, "gate": partial(LayerInputGate, config, width) if width else None}
         for layer in block.layer_specs:
             layer.submodules.self_attn_bda = ModuleSpec(module=Residual, params=params)
-            layer.submodules.mlp_bda = ModuleSpec(module=Residual, params={**params, "scaled": rules.scaled})
+            layer.submodules.mlp_bda = ModuleSpec(module=Residual, params=of_mlp)
     return block
 
 

@@ -71,6 +71,21 @@ _APART = (
 _O_PROJ = Logical("self_attn.o_proj.weight", "hidden global_q", Shard.ROW)
 _NORMS = {x: Logical(f"self_attn.{x}_norm.weight", "global_head") for x in ("q", "k")}
 _LATE_MLP = gated("mlp", "late_ffn")
+_TO_INPUTS = Logical("model.per_layer_model_projection.weight", "layer_inputs hidden")
+_LAYER_INPUTS = (
+    same(
+        "layer_inputs.embedding.weight",
+        Logical("model.embed_tokens_per_layer.weight", "vocab layer_inputs", Shard.VOCAB),
+        Stage.FIRST,
+    ),
+    same("layer_inputs.projection.weight", _TO_INPUTS, Stage.FIRST),
+    same("layer_inputs.norm.weight", Logical("model.per_layer_projection_norm.weight", "layer_input"), Stage.FIRST),
+)
+_LAYER_INPUT = (
+    same("mlp_bda.gate.gate.weight", Logical("per_layer_input_gate.weight", "layer_input hidden"), Stage.LAYER),
+    same("mlp_bda.gate.projection.weight", Logical("per_layer_projection.weight", "hidden layer_input"), Stage.LAYER),
+    same("mlp_bda.gate.norm.weight", Logical("post_per_layer_input_norm.weight", "gated_hidden"), Stage.LAYER),
+)
 
 
 def _taken_queries(stage: Stage, extent: str) -> Param:
@@ -93,15 +108,17 @@ _ATTENTION = (
 
 GEMMA4_TEXT = Architecture(
     name="gemma4_text",
-    models="Gemma 4 (31B, text)",
+    models="Gemma 4 (E2B, E4B, 31B, text)",
     params=(
         *EMBEDDING,
+        *_LAYER_INPUTS,
         *INPUT_NORM,
         *_ATTENTION,
         *MLP_NORM_OF_GEMMA,
         *(replace(row, shares=False) for row in UNNORMED_MLP),
         *(replace(row, shares=True) for row in gated_rows(_LATE_MLP, Stage.LAYER, "mlp")),
         *NORMS_AFTER,
+        *_LAYER_INPUT,
         same("mlp_bda.scalar", Logical("layer_scalar", "labels"), Stage.LAYER),
         *OUTPUT,
     ),
@@ -111,6 +128,7 @@ GEMMA4_TEXT = Architecture(
         Fused("self_attn.qkv_proj.weight", Op.QKV, _APART),
         *VLLM_MLP,
         *vllm_gated(_LATE_MLP, "mlp.gate_up_proj.weight"),
+        Fused(_TO_INPUTS.name, Op.SAME, (_TO_INPUTS,), Shard.COLUMN),
     ),
     vllm_ends_everywhere=True,
     norms=NormRules(after=True, of_values=True, scaled=True),
@@ -123,7 +141,6 @@ GEMMA4_TEXT = Architecture(
         "attention_bias": False,
         "enable_moe_block": False,
         "num_experts": None,
-        "hidden_size_per_layer_input": 0,
         "attn_logit_softcapping": None,
     },
 )

@@ -331,6 +331,11 @@ class ModelSizes:
         """Width of the second embedding, which has an input for each layer."""
         return self.num_layers * self.layer_input
 
+    @property
+    def gated_hidden(self) -> int:
+        """``hidden`` if each layer has an input of its own, else 0."""
+        return self.hidden * bool(self.layer_input)
+
     def source_of(self, layer: int) -> int:
         """Return the layer whose keys and values one of ``shared_layers`` takes: the last one of its kind with own."""
         is_global = layer in self.global_layers
@@ -628,6 +633,7 @@ class Architecture:
             more["taps"] = get("taps")
         if Stage.GLOBAL in known:
             more |= _global_sizes(self, hf_config, get("num_layers"), kv_heads, head)
+            more["layer_input"] = _layer_input(self.name, hf_config)
             more |= _shared_sizes(self.name, hf_config, get("num_layers"), get("ffn"), more["global_layers"])
         if "normed_head" in known:
             more["normed_head"] = head if flag(self.name, hf_config, "use_qk_norm") else 0
@@ -801,6 +807,18 @@ def _global_sizes(arch: Architecture, hf_config: HFConfig, num_layers: int, kv_h
         )
     found_sizes = {"global_layers": tuple(layers), "global_head": width, "global_kv_heads": groups}
     return {**found_sizes, "keys_are_values": flag(name, hf_config, "attention_k_eq_v")}
+
+
+def _layer_input(name: str, hf_config: HFConfig) -> int:
+    """Width of each layer's input from a second embedding. Raises ArchitectureError if its vocabulary is another."""
+    key = "vocab_size_per_layer_input"
+    width = count(name, hf_config, "hidden_size_per_layer_input")
+    if width and hf_config.get(key) != hf_config.get("vocab_size"):
+        raise ArchitectureError(
+            f"{name} with {key}={hf_config.get(key)!r} is not supported, only vocab_size={hf_config.get('vocab_size')}: "
+            "each token has a row in both embeddings; use the checkpoint's own config.json"
+        )
+    return width
 
 
 def _shared_sizes(
