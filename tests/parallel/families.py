@@ -372,6 +372,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
+ONE_STAGE = ("gemma4_small",)
+"""Families whose layers take tensors of earlier ones, all on one pipeline stage."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "granitemoe", "granitemoeshared", "seed_oss", "smollm3", "qwen2_windows"),

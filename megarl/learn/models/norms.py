@@ -36,8 +36,8 @@ class LayerInputs(torch.nn.Module):
             vocab, layers * width, init_method=config.init_method, reduce_scatter_embeddings=config.sequence_parallel,
             config=config,
         )  # fmt: skip
-        self.projection = _whole_linear(config, config.hidden_size, layers * width)
         self.norm = RMSNorm(config, width, eps=config.layernorm_epsilon)
+        self.projection = _whole_linear(config, config.hidden_size, layers * width)
 
     def forward(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         """[b, S] tokens of all ranks' rows, their embeddings [s, b, hidden] -> [s, b, n, e]."""
@@ -53,8 +53,9 @@ class LayerInputs(torch.nn.Module):
         from megatron.core.transformer.utils import sharded_state_dict_default
 
         state: dict[str, Any] = {}
+        group = self.embedding.tp_group
         for name, module in self.named_children():
-            state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata)
+            state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, group)
         return state
 
 
@@ -67,9 +68,9 @@ class LayerInputGate(torch.nn.Module):
 
     def __init__(self, config: Any, width: int) -> None:
         super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.gate = _whole_linear(config, config.hidden_size, width)
         self.projection = _whole_linear(config, width, config.hidden_size)
-        self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
         self.activation = config.activation_func
         self.input: torch.Tensor | None = None
         """[s, b, e], of this forward pass; ``add_layer_inputs`` has them set."""
