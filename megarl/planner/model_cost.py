@@ -162,6 +162,8 @@ class ModelCost:
     hidden: int
     vocab: int
     tied: bool
+    layer_inputs: int = 0
+    """Width of a second embedding, with an input for each layer."""
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelCost:
@@ -179,7 +181,7 @@ class ModelCost:
                 projections = 0 if kind[3] else 1 if kind[2] and sizes.keys_are_values else 2
                 layer = _layer(sizes_of_layer(sizes, number), kind[0], projections)
                 costs[kind] = replace(layer, window=window * kind[1])
-        return cls(tuple(costs[kind] for kind in kinds), sizes.hidden, sizes.vocab, sizes.tied)
+        return cls(tuple(costs[kind] for kind in kinds), sizes.hidden, sizes.vocab, sizes.tied, sizes.layer_inputs)
 
     @cached_property
     def kinds(self) -> dict[LayerCost, int]:
@@ -201,8 +203,8 @@ class ModelCost:
 
     @property
     def vocab_parameters(self) -> int:
-        """Elements of embedding and output layer."""
-        return self.hidden * self.vocab * (1 if self.tied else 2)
+        """Elements of embeddings and output layer."""
+        return (self.hidden * (1 if self.tied else 2) + self.layer_inputs) * self.vocab
 
     @property
     def experts(self) -> int:
@@ -233,6 +235,9 @@ def _layer(sizes: ModelSizes, experts: bool, projections: int) -> LayerCost:
     if not experts:
         mlp = [Product(h, 2 * sizes.ffn, "column"), Product(sizes.ffn, h, "row")]
         elements = (8 * h, inner + 3 * sizes.ffn)
+        if width := sizes.layer_input:  # from the hidden state: the gate, and the input; back from their product
+            mlp += [Product(h, width, "none"), Product(h, width, "none"), Product(width, h, "none")]
+            elements = (12 * h + 6 * width, elements[1])
         return LayerCost(tuple(attention), tuple(mlp), sizes.heads, widths, elements, kv, kv_ways)
     mlp = [
         Product(h, sizes.experts, "none"),

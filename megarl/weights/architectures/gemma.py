@@ -86,21 +86,15 @@ _LAYER_INPUT = (
     same("mlp_bda.gate.projection.weight", Logical("per_layer_projection.weight", "hidden layer_input"), Stage.LAYER),
     same("mlp_bda.gate.norm.weight", Logical("post_per_layer_input_norm.weight", "gated_hidden"), Stage.LAYER),
 )
-
-
-def _taken_queries(stage: Stage, extent: str) -> Param:
-    """Row of the queries of layers that take keys and values."""
-    queries = Logical("self_attn.q_proj.weight", f"{extent} hidden", Shard.COLUMN)
-    return replace(same("self_attention.linear_q.weight", queries, stage), shares=True)
-
+_TAKING = [Logical("self_attn.q_proj.weight", f"{extent} hidden", Shard.COLUMN) for extent in ("q", "global_q")]
 
 _ATTENTION = (
     *(replace(row, stage=Stage.WINDOWED) for row in (UNNORMED_ATTENTION[1], QK_NORM[0])),
     *(replace(row, stage=Stage.WINDOWED, shares=False) for row in (UNNORMED_ATTENTION[0], QK_NORM[1])),
-    _taken_queries(Stage.WINDOWED, "q"),
+    Param("self_attention.linear_q.weight", Op.SAME, (_TAKING[0],), Stage.WINDOWED, shares=True),
     Param("self_attention.linear_qkv.weight", Op.QK, _JOINT, Stage.GLOBAL, shares=False),
     Param("self_attention.linear_qkv.weight", Op.QKV, _APART, Stage.GLOBAL, shares=False),
-    _taken_queries(Stage.GLOBAL, "global_q"),
+    Param("self_attention.linear_q.weight", Op.SAME, (_TAKING[1],), Stage.GLOBAL, shares=True),
     same("self_attention.linear_proj.weight", _O_PROJ, Stage.GLOBAL),
     same("self_attention.q_layernorm.weight", _NORMS["q"], Stage.GLOBAL),
     replace(same("self_attention.k_layernorm.weight", _NORMS["k"], Stage.GLOBAL), shares=False),

@@ -336,6 +336,11 @@ class ModelSizes:
         """``hidden`` if each layer has an input of its own, else 0."""
         return self.hidden * bool(self.layer_input)
 
+    @property
+    def hands_on(self) -> bool:
+        """True if layers take tensors besides the hidden states: keys and values, or inputs of their own."""
+        return bool(self.shared_layers or self.layer_input)
+
     def source_of(self, layer: int) -> int:
         """Return the layer whose keys and values one of ``shared_layers`` takes: the last one of its kind with own."""
         is_global = layer in self.global_layers

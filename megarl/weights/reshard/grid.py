@@ -207,10 +207,10 @@ def _check_pp(name: str, num_layers: int, grid: MegatronGrid, setting: str) -> N
 
 def _check_handed(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:
     """Raise ConfigError if layers take tensors of another stage: keys and values, or inputs of single layers."""
-    if grid.pp > 1 and (sizes.shared_layers or sizes.layer_input):
+    if grid.pp > 1 and sizes.hands_on:
         raise ConfigError(
-            f"{setting}.pp={grid.pp} with {name}: its last layers take keys and values of earlier ones, or each layer "
-            f"an input of its own, which stages do not hand on; set {setting}.pp to 1"
+            f"{setting}.pp={grid.pp} with {name}: its layers take keys and values of earlier ones, or inputs of their "
+            f"own, which stages do not hand on; set {setting}.pp to 1"
         )
 
 

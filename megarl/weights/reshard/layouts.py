@@ -404,7 +404,7 @@ def _check_vllm(
             f"rollout.expert_parallel=True with rollout.tp={tp} leaves ranks without any of the {sizes.experts} "
             f"experts of {name}; set rollout.tp to at most {sizes.experts}"
         )
-    if pp > 1 and (sizes.shared_layers or sizes.layer_input):
+    if pp > 1 and sizes.hands_on:
         raise ConfigError(
             f"rollout.pp={pp} with {name}: vLLM hands keys, values and inputs of single layers to no other stage; set "
             "rollout.pp to 1"
