@@ -98,7 +98,7 @@ def _linear_elements(sizes: ModelSizes, grid: ParallelConfig) -> int:
 
 
 def _inputs(sizes: ModelSizes, grid: ParallelConfig) -> float:
-    """Return the elements saved per token to make the inputs of single layers: their source, the norm's input, the sums."""
+    """Return the elements saved per token to make the layers' inputs: their source, the norm's input, sums."""
     along = grid.tp if grid.sequence_parallel else 1
     return (sizes.gated_hidden + 2 * sizes.layer_inputs) / along
 

@@ -818,10 +818,11 @@ def _layer_input(name: str, hf_config: HFConfig) -> int:
     """Width of each layer's input from a second embedding. Raises ArchitectureError if its vocabulary is another."""
     key = "vocab_size_per_layer_input"
     width = count(name, hf_config, "hidden_size_per_layer_input")
-    if width and hf_config.get(key) != hf_config.get("vocab_size"):
+    rows, vocab = hf_config.get(key), hf_config.get("vocab_size")
+    if width and rows != vocab:
         raise ArchitectureError(
-            f"{name} with {key}={hf_config.get(key)!r} is not supported, only vocab_size={hf_config.get('vocab_size')}: "
-            "each token has a row in both embeddings; use the checkpoint's own config.json"
+            f"{name} with {key}={rows!r} is not supported, only vocab_size={vocab}: each token has a row in both "
+            "embeddings; use the checkpoint's own config.json"
         )
     return width
 

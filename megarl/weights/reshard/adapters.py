@@ -144,8 +144,8 @@ def factors_of(hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> dict
         )
     if lora.is_used and arch.sizes(hf_config).global_layers:
         raise ConfigError(
-            f"model.lora.rank={lora.rank} with {name}: megarl has no adapters for layers whose heads differ; set model.lora.rank "
-            "to 0"
+            f"model.lora.rank={lora.rank} with {name}: megarl has no adapters for layers whose heads differ; set "
+            "model.lora.rank to 0"
         )
     targets = [target for target in lora.targets if target != ALL_LINEAR]
     _check_named("targets", targets, list(linear), name, names_module)
