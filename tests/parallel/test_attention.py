@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 """Of the largest entry: of all log-probs, and of each parameter's gradient on a rank."""
 BF16_TOLERANCE = 0.15
 """8 bits of mantissa, through four layers, against float32."""
-OTHERS = (*ALIKE, "gemma4_text", "gemma4_small")
+OTHERS = (*ALIKE, "gemma4_text")
 """Families with another rotation, other windows or heads."""
 LENGTHS = (5, 24, 2, 13, 17, 9, 24, 3)
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
@@ -96,7 +96,6 @@ def in_every_run(case: Case) -> bool:
             Case("cp2", True, "smollm3"),
             Case("cp2", True, "qwen2_windows"),
             Case("cp2", True, "gemma4_text"),
-            Case("cp2", True, "gemma4_small"),
             Case("tp2cp2-sp", False, "qwen2_windows"),
         )
     if case.model in ("llama3", "linear", "qwen2", "deepseek_v3"):

@@ -21,6 +21,8 @@ def test_stages_are_one() -> None:
     assert architecture(SMALL).sizes(SMALL).shared_layers == (3, 4, 5)
     with pytest.raises(ConfigError, match=r"parallel\.pp=2 with gemma4_text: .* set parallel\.pp to 1"):
         megatron_layout(SMALL, MegatronGrid(pp=2))
+    with pytest.raises(ConfigError, match=r"parallel\.cp=2 with gemma4_text: .* set parallel\.cp to 1"):
+        megatron_layout(SMALL, MegatronGrid(cp=2))
     with pytest.raises(ConfigError, match=r"rollout\.pp=2 with gemma4_text: .* set rollout\.pp to 1"):
         vllm_layout(SMALL, 1, pp=2)
 

@@ -207,11 +207,12 @@ def _check_pp(name: str, num_layers: int, grid: MegatronGrid, setting: str) -> N
 
 def _check_handed(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:
     """Raise ConfigError if layers take tensors of another stage: keys and values, or inputs of single layers."""
-    if grid.pp > 1 and sizes.hands_on:
-        raise ConfigError(
-            f"{setting}.pp={grid.pp} with {name}: its layers take keys and values of earlier ones, or inputs of their "
-            f"own, which stages do not hand on; set {setting}.pp to 1"
-        )
+    for key, value in (("pp", grid.pp), ("cp", grid.cp)):
+        if value > 1 and sizes.hands_on:
+            raise ConfigError(
+                f"{setting}.{key}={value} with {name}: its layers take keys and values of earlier ones, or inputs of "
+                f"their own, which is tested on one stage with whole sequences; set {setting}.{key} to 1"
+            )
 
 
 def _check_deepstack(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:
