@@ -162,6 +162,8 @@ class ModelCost:
     hidden: int
     vocab: int
     tied: bool
+    layer_inputs: int = 0
+    """Width of a second embedding, with an input for each layer."""
 
     @classmethod
     def of(cls, hf_config: Mapping[str, Any]) -> ModelCost:
@@ -171,13 +173,15 @@ class ModelCost:
         window = settings.get("window_size", (0, 0))[0] + 1
         windowed = settings.get("window_attn_skip_freq", [0] * sizes.num_layers)
         layers = range(sizes.num_layers)
-        kinds = [(n in sizes.moe_layers, bool(windowed[n]), n in sizes.global_layers) for n in layers]
+        is_global, shares = ({*found} for found in (sizes.global_layers, sizes.shared_layers))
+        kinds = [(n in sizes.moe_layers, bool(windowed[n]), n in is_global, n in shares) for n in layers]
         costs = {}
         for number in layers:
             if (kind := kinds[number]) not in costs:
-                layer = _layer(sizes_of_layer(sizes, number), kind[0], keys_are_values=kind[2])
+                projections = 0 if kind[3] else 1 if kind[2] and sizes.keys_are_values else 2
+                layer = _layer(sizes_of_layer(sizes, number), kind[0], projections)
                 costs[kind] = replace(layer, window=window * kind[1])
-        return cls(tuple(costs[kind] for kind in kinds), sizes.hidden, sizes.vocab, sizes.tied)
+        return cls(tuple(costs[kind] for kind in kinds), sizes.hidden, sizes.vocab, sizes.tied, sizes.layer_inputs)
 
     @cached_property
     def kinds(self) -> dict[LayerCost, int]:
@@ -199,8 +203,8 @@ class ModelCost:
 
     @property
     def vocab_parameters(self) -> int:
-        """Elements of embedding and output layer."""
-        return self.hidden * self.vocab * (1 if self.tied else 2)
+        """Elements of embeddings and output layer."""
+        return (self.hidden * (1 if self.tied else 2) + self.layer_inputs) * self.vocab
 
     @property
     def experts(self) -> int:
@@ -208,7 +212,8 @@ class ModelCost:
         return max(layer.experts for layer in self.layers)
 
 
-def _layer(sizes: ModelSizes, experts: bool, keys_are_values: bool = False) -> LayerCost:
+def _layer(sizes: ModelSizes, experts: bool, projections: int) -> LayerCost:
+    """``projections``: 2 to keys and values, 1 if keys are values, 0 if both are another layer's."""
     h = sizes.hidden
     if sizes.kv_lora:
         attention = [
@@ -223,13 +228,16 @@ def _layer(sizes: ModelSizes, experts: bool, keys_are_values: bool = False) -> L
         widths, kv, kv_ways = sizes.qk_nope + sizes.qk_rope + sizes.v_head, sizes.latent_kv, 1
         inner = 2 * (sizes.latent_q + sizes.latent_up)
     else:
-        joint = sizes.q + (1 if keys_are_values else 2) * sizes.kv
+        joint = sizes.q + projections * sizes.kv
         attention = [Product(h, joint, "column"), Product(sizes.q, h, "row")]
         widths, kv, kv_ways = 2 * sizes.head, 2 * sizes.kv, sizes.kv_heads
         inner = 2 * (sizes.q + 2 * sizes.kv)
     if not experts:
         mlp = [Product(h, 2 * sizes.ffn, "column"), Product(sizes.ffn, h, "row")]
         elements = (8 * h, inner + 3 * sizes.ffn)
+        if width := sizes.layer_input:  # from the hidden state: the gate, and the input; back from their product
+            mlp += [Product(h, width, "none"), Product(h, width, "none"), Product(width, h, "none")]
+            elements = (12 * h + 6 * width, elements[1])
         return LayerCost(tuple(attention), tuple(mlp), sizes.heads, widths, elements, kv, kv_ways)
     mlp = [
         Product(h, sizes.experts, "none"),

@@ -59,6 +59,8 @@ def trainers(work: StepWork, ranks: int, device: Device, name: str, colocated: b
         if grid.dp * work.updates > work.trajectories:
             continue
         for recompute in ("none", "selective", "full"):
+            if recompute == "full" and work.sizes.hands_on:  # refused by run/checks/grids.py
+                continue
             plan = JobPlan(grid, recompute, 1, 0, colocated, 0, device.backend)
             limit = device.memory_bytes * USABLE
             if update_bytes(work, plan, limit) <= limit:

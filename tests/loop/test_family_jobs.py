@@ -16,7 +16,7 @@ from megarl.learn.models.from_scratch import create
 from tests.loop.engines import transformers_logp
 from tests.loop.same_run import steps_of
 from tests.loop.test_sync_families import SIZES
-from tests.parallel.families import save
+from tests.parallel.families import FAMILIES, save
 from tests.system.jobs import START_S, TINY, Job
 from tests.unit.test_prediction_layers import prediction_shapes
 
@@ -32,6 +32,8 @@ def save_model(family: str, folder: Path) -> Path:
     create(folder, FromScratchConfig(), texts, seed=1, characters="abcdefghijklmnopqrstuvwxyz?:.")
     plain = json.loads((folder / "config.json").read_text())
     tokens = {name: plain[name] for name in ("vocab_size", "pad_token_id", "eos_token_id", "bos_token_id")}
+    if (key := "vocab_size_per_layer_input") in FAMILIES[family][1]:
+        tokens[key] = tokens["vocab_size"]
     return save(family, folder, **{**SIZES[family], **tokens})
 
 
@@ -52,7 +54,7 @@ def add_prediction(folder: Path) -> dict[str, torch.Tensor]:
         pytest.param("olmo3", TP2, id="olmo3"),
         *(
             pytest.param(name, TP2, id=name, marks=pytest.mark.soak)
-            for name in ("gemma3_text", "gemma4_text", "phi3", "glm4", "exaone4")
+            for name in ("gemma3_text", "gemma4_text", "gemma4_small", "phi3", "glm4", "exaone4")
         ),
         *(
             pytest.param(name, EP2, id=name, marks=pytest.mark.soak)

@@ -121,6 +121,10 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "gemma3_text": {**_ENGINE_SIZES, "layer_types": ["sliding_attention", "full_attention"]},
     "gemma4_text": {**_ENGINE_SIZES, "global_head_dim": 64, "layer_types": ["sliding_attention", "full_attention"]},
+    "gemma4_small": {
+        **{**_ENGINE_SIZES, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "global_head_dim": 64},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "phi3": _HIDDEN_128,
     "gpt_oss": {**_ENGINE_SIZES, "intermediate_size": 128},
     "ernie4_5_moe": {**_ENGINE_SIZES, "moe_layer_end_index": -1},
@@ -218,6 +222,8 @@ MORE_CELLS = (
     Cell("gemma3_text", PP2, {"tp": 2}),
     Cell("gemma4_text", TP2, {"tp": 2}),
     Cell("gemma4_text", PP2, {"tp": 2}, changes={"num_global_key_value_heads": 1}),  # on two workers
+    Cell("gemma4_small", ParallelConfig(), {"tp": 2}),  # one key head
+    Cell("gemma4_small", TP2, changes={"num_key_value_heads": 2}),
     Cell("lfm2", TP2, {"tp": 2}),
     Cell("lfm2", PP2),
     Cell("phi3", PP2, {"tp": 2}),

@@ -356,8 +356,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("phi3", {**_DENSE, "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.75}}),
+    "gemma4_small": (  # as E2B
+        "gemma4_text",
+        {
+            **{**_DENSE, "head_dim": 24, "tie_word_embeddings": True, "sliding_window": 8, "num_hidden_layers": 6},
+            **{"num_key_value_heads": 1, "global_head_dim": 32, "attention_k_eq_v": False},
+            **{"num_kv_shared_layers": 3, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 8},
+            **{"final_logit_softcapping": 3.0, "vocab_size_per_layer_input": VOCAB},
+            "layer_types": [*["sliding_attention", "full_attention"] * 2, "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "sliding_attention": _ROPE,
+                "full_attention": {"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+            },
+        },
+    ),
 }
 """Name -> (model_type, keyword arguments of its transformers config)."""
+ONE_STAGE = ("gemma4_small",)
+"""Families whose layers take tensors of earlier ones, all on one pipeline stage."""
 ALIKE = (
     *("kimi_k2", "deepseek_v2", "glm4_moe", "glm4_moe_lite", "dots1", "solar_open", "qwen2_moe"),
     *("granite", "granitemoe", "granitemoeshared", "seed_oss", "smollm3", "qwen2_windows"),

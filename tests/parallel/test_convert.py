@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megarl.weights.checkpoint.formats.hf_source import places_in_files
 from megarl.weights.megatron_private import mtp_inner
 from megarl.weights.reshard.layouts import MegatronGrid, hf_layout
 from tests.conftest import SOAK
-from tests.parallel.families import ALIKE, FAMILIES, MOE, save
+from tests.parallel.families import ALIKE, FAMILIES, MOE, ONE_STAGE, save
 from tests.parallel.grid import run_grid
 from tests.parallel.test_families import ALL_GRIDS, build_and_load
 
@@ -29,6 +30,7 @@ SAVES = [
     ("qwen3_moe", "tp2ep2"),
     ("qwen3", "pp2-vpp2"),
     ("qwen3_moe_mixed", "pp2"),
+    ("gemma4_small", "tp2"),
 ]
 CUTS = {
     "whole": Settings(progress=False, vocab_multiple=8),  # other padding than any model's
@@ -107,6 +109,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for family in CONVERTED:
         save(family, root / family)
         for cut, settings in CUTS.items():
+            if family in ONE_STAGE and settings.grid.pp > 1:
+                settings = replace(settings, grid=replace(settings.grid, pp=1))
             convert_hf_to_megatron(root / family, root / f"{family}-{cut}", settings)
     return root
 
@@ -127,7 +131,7 @@ def test_megatron_loads_what_was_converted(folder: Path, size: int) -> None:
         (family, grid, cut)
         for family in CONVERTED
         for grid in (*LOADS, *(EXPERT_LOADS if family in MOE else ()))
-        if world(grid) == size
+        if world(grid) == size and not (family in ONE_STAGE and "pp" in grid)
         for cut in cuts(family, grid)
     ]
     for rank, wrong in enumerate(run_grid(size, load_on_grids, str(folder), cases)):

@@ -16,7 +16,7 @@ import torch
 from megarl.config.schema import ModelConfig, ParallelConfig
 from tests.conftest import SOAK
 from tests.parallel.batches import sequences_of
-from tests.parallel.families import ALIKE, FAMILIES, MOE, VOCAB, hf_model, save
+from tests.parallel.families import ALIKE, FAMILIES, MOE, ONE_STAGE, VOCAB, hf_model, save
 from tests.parallel.grid import run_grid
 from tests.parallel.test_fused_packages import HAVE_TE
 
@@ -50,8 +50,8 @@ SHORT: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "qwen3_moe_short": ("qwen3_moe", {}, ("norm_topk_prob", "rms_norm_eps", "rope_parameters", "decoder_sparse_step")),
 }
 """Checkpoints whose config.json leaves keys out: name -> (family, changes, keys)."""
-REFUSED = (("qwen3_vl", "pp1+3"),)
-"""Two layers of this family must be on the first stage."""
+REFUSED = (("qwen3_vl", "pp1+3"), *((family, grid) for family in ONE_STAGE for grid in GRIDS if "pp" in grid))
+"""Two layers of this family must be on the first stage; all layers of the others on one."""
 CASES = [(family, grid) for family in FAMILIES for grid in (*GRIDS, *(EXPERT_GRIDS if family in MOE else ()))]
 CASES = [case for case in CASES if case not in REFUSED]
 CASES += [(name, "tp1") for name in SHORT]

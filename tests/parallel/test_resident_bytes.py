@@ -36,7 +36,7 @@ ADAPTED = {
 }
 """Models with adapters. Most sizes are no multiple of 64, so that there are gaps between parameters. Of some only one
 stage, or one of the ranks that share experts, has something to train; a router has a bias that is not trained."""
-LM_ALONE = ("tower", "untied", "one expert", "routers", "factors")
+LM_ALONE = ("tower", "untied", "one expert", "routers", "factors", "inputs")
 """Parts of the names of models that are not built with a score head."""
 CASES: dict[int, list[Case]] = {
     1: [
@@ -61,6 +61,7 @@ CASES: dict[int, list[Case]] = {
         ("deepseek", ParallelConfig(pp=2, first_stage_layers=1), "float32"),
         ("tower", ParallelConfig(dp=2), "bfloat16"),
         ("factors", ParallelConfig(dp=2), "bfloat16"),
+        ("inputs", ParallelConfig(dp=2), "bfloat16"),
         ("trained tower", ParallelConfig(dp=2), "bfloat16"),
         ("trained tower", ParallelConfig(pp=2, vpp=2), "float32"),
         ("qwen3, LoRA", ParallelConfig(tp=2), "bfloat16"),
@@ -165,6 +166,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save("deepseek_v3", folder / "deepseek")
     save("deepseek_v3", folder / "direct", q_lora_rank=None, hidden_size=72)
     save("gemma4_text", folder / "factors")  # of its layers, never trained
+    save("gemma4_small", folder / "inputs")
     save("qwen2_5_vl", folder / "tower")
     save("qwen2_5_vl", folder / "trained tower")
     hf_classifier("qwen3").save_pretrained(folder / "scores")

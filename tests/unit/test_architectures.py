@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -332,11 +333,11 @@ PROPORTIONAL = GEMMA4_ROPES["full_attention"]
             {"mlp_layer_types": ["dense"]},
             r"mlp_layer_types=\['dense'\]; it must be a list of dense or",
         ),
-        ("gemma4_text", {"hidden_size_per_layer_input": 8}, r"hidden_size_per_layer_input=8 is not supported, only 0"),
-        ("gemma4_text", {"num_kv_shared_layers": 1}, r"num_kv_shared_layers=1 is not supported, only 0"),
+        ("gemma4_small", {"vocab_size_per_layer_input": 64}, r"vocab_size_per_layer_input=64 .* only vocab_size=200"),
+        ("gemma4_small", {"num_kv_shared_layers": 5}, r"num_kv_shared_layers=5 of 6 layers; an earlier layer of each"),
+        ("gemma4_small", {"num_kv_shared_layers": 6}, r"num_kv_shared_layers=6 of 6 layers; an earlier layer of each"),
         ("gemma4_text", {"enable_moe_block": True}, r"enable_moe_block=True is not supported, only False"),
         ("gemma4_text", {"num_experts": 4}, r"num_experts=4 is not supported, only None"),
-        ("gemma4_text", {"attention_k_eq_v": False}, r"attention_k_eq_v=False is not supported, only True"),
         ("gemma4_text", {"use_bidirectional_attention": "all"}, r"use_bidirectional_attention='all' is not supported"),
         (
             "gemma4_text",
@@ -374,12 +375,16 @@ def test_what_megatron_cannot_express_is_refused(family: str, changes: dict[str,
 
 @pytest.mark.parametrize("name", sorted(ARCHITECTURES))
 def test_a_table_names_every_parameter_once(name: str) -> None:
-    """In one kind of layer; rows for layers with and without experts, or windows, may have the same name."""
+    """In one kind of layer and model; rows of layers with and without experts, windows or keys may have one name."""
     found = ARCHITECTURES[name]
     assert found.name == name
     either = (Stage.MOE, Stage.WINDOWED), (Stage.MOE, Stage.GLOBAL), (Stage.DENSE, Stage.GLOBAL)
     kinds = [set(Stage) - set(others) for others in either]
-    for params in ([param for param in found.params if param.stage in kind] for kind in kinds):
+    some = product(kinds, (True, False), ("joint_q", "apart_q"))
+    for params in (
+        [x for x in found.params if x.stage in kind and x.shares in (None, shares) and absent not in x.hf[0].axes]
+        for kind, shares, absent in some
+    ):
         for names in ([param.megatron for param in params], [param.te or param.megatron for param in params]):
             assert len(set(names)) == len(names)
         logical = [part for param in params if param.op is not Op.TIED for part in param.hf]

@@ -66,6 +66,8 @@ def activation_bytes(
             if model.lora.is_used and LM_HEAD in model.lora.targets:
                 logits += weight * item  # the head merged with its adapter
             size += logits + ROW_FLOATS * FLOAT_BYTES * here
+        if stage == 0:
+            size += in_flight * here * item * _inputs(sizes, grid)
         if stage == 0 and model.lora.is_used and any(names_module(target, EMBEDDING) for target in model.lora.targets):
             along = grid.tp if grid.sequence_parallel else 1
             # Saved for the backward pass: A's output (B's input), and which tokens of A this rank has.
@@ -95,6 +97,12 @@ def _linear_elements(sizes: ModelSizes, grid: ParallelConfig) -> int:
     return sizes.hidden * (attention + 3 * sizes.ffn) // grid.tp
 
 
+def _inputs(sizes: ModelSizes, grid: ParallelConfig) -> float:
+    """Return the elements saved per token to make the layers' inputs: their source, the norm's input, sums."""
+    along = grid.tp if grid.sequence_parallel else 1
+    return (sizes.gated_hidden + 2 * sizes.layer_inputs) / along
+
+
 def _layers(sizes: ModelSizes, model: ModelConfig, grid: ParallelConfig) -> tuple[list[float], list[float]]:
     """Return the elements that each layer saves per token of a rank, and the elements that it recomputes."""
     modules = model.recompute_modules if model.recompute == "selective" else []
@@ -119,6 +127,8 @@ def _parts(sizes: ModelSizes, experts: bool, grid: ParallelConfig) -> dict[str, 
     h, tp = sizes.hidden, grid.tp
     along = h / (tp if grid.sequence_parallel else 1)
     found = {"residuals": (2 + sizes.norms_after) * along, "layernorm": sizes.norms_before * along}
+    if sizes.layer_input:  # hidden state, gate, its activation, their product, and the norm's input
+        found["layer_input"] = 2 * along + 3 * sizes.layer_input * along / h
     if sizes.kv_lora:
         query, rope = sizes.heads * (sizes.qk_nope + sizes.qk_rope), sizes.qk_rope
         found["latents"] = (sizes.q_lora + sizes.kv_lora + rope) * along / h

@@ -30,6 +30,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from megarl.learn.models.packed import PackedLayout, packed_layout, positions_of
+from megarl.weights.architectures import ModelSizes
 
 VARLEN_WIDTH = 256
 """Widest head of torch's kernel for packed sequences."""
@@ -324,38 +325,77 @@ class GatedSelfAttention(SelfAttention):  # type: ignore[misc]
         return (x * torch.sigmoid(gate.reshape(x.shape).float())).to(x.dtype)
 
 
+class HandedKeys:
+    """Keys before rope, and values, that one layer hands to later ones in the same forward pass.
+
+    Args:
+        readers: Number of layers that take them.
+    """
+
+    def __init__(self, readers: int) -> None:
+        self._readers, self._left = readers, 0
+        self._kept: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def put(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep keys and values, [s, b, g, d] each, until the last reader has taken them."""
+        self._kept, self._left = (key, value), self._readers
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of this forward pass."""
+        assert self._kept is not None, "layers take keys in the order of a forward pass, none of them computed again"
+        kept, self._left = self._kept, self._left - 1
+        if not self._left:
+            self._kept = None
+        return kept
+
+
 class NormedValueAttention(SelfAttention):  # type: ignore[misc]
-    """Megatron's attention with each value head normed, without a weight."""
-
-    def get_query_key_value_tensors(self, *arguments: Any, **named: Any) -> Any:
-        """Return query, key and value of this rank's heads: [s, b, h, d], twice [s, b, g, d]."""
-        query, key, value = super().get_query_key_value_tensors(*arguments, **named)
-        return query, key, _unweighted_norm(value, self.config)
-
-
-class KeysAsValuesAttention(SelfAttention):  # type: ignore[misc]
-    """Attention whose values are its keys before norm and rope, normed without a weight; with heads of its own.
+    """Megatron's attention with each value head normed, without a weight; with heads of its own if they are given.
 
     Args:
         head: Width of a head.
         groups: Key heads of the model's layer.
     """
 
-    def __init__(self, config: Any, *arguments: Any, head: int, groups: int, **named: Any) -> None:
-        config = copy.copy(config)
-        config.kv_channels, config.num_query_groups = head, groups
+    handed: HandedKeys | None = None
+    """Where later layers take this layer's keys and values, or this layer takes an earlier one's."""
+
+    def __init__(
+        self, config: Any, *arguments: Any, head: int | None = None, groups: int | None = None, **named: Any
+    ) -> None:
+        if head is not None:
+            config = copy.copy(config)
+            config.kv_channels, config.num_query_groups = head, groups
         super().__init__(config, *arguments, **named)
-        self.linear_qkv = ColumnParallelLinear(
-            config.hidden_size, self.query_projection_size + self.kv_projection_size, config=config,
-            init_method=config.init_method, gather_output=False, bias=False, skip_bias_add=False, is_expert=False,
-            tp_comm_buffer_name="qkv", tp_group=self.pg_collection.tp,
+
+    def get_query_key_value_tensors(self, *arguments: Any, **named: Any) -> Any:
+        """Return query, key and value of this rank's heads: [s, b, h, d], twice [s, b, g, d]."""
+        query, key, value = self._projected(*arguments, **named)
+        value = _unweighted_norm(value, self.config)
+        if self.handed is not None:
+            self.handed.put(key, value)
+        return query, key, value
+
+    def _projected(self, *arguments: Any, **named: Any) -> Any:
+        return super().get_query_key_value_tensors(*arguments, **named)
+
+    def _column(self, outputs: int) -> ColumnParallelLinear:
+        config = self.config
+        return ColumnParallelLinear(
+            config.hidden_size, outputs, config=config, init_method=config.init_method, gather_output=False, bias=False,
+            skip_bias_add=False, is_expert=False, tp_comm_buffer_name="qkv", tp_group=self.pg_collection.tp,
         )  # fmt: skip
 
-    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *unused: Any, **also_unused: Any) -> Any:
-        """Return query, key and value of this rank's heads: [s, b, h, d], twice [s, b, g, d].
 
-        With fewer key heads than ranks, each computes its whole group and takes its query heads, as Megatron does.
-        """
+class KeysAsValuesAttention(NormedValueAttention):
+    """Attention whose values are its keys before norm and rope, normed without a weight."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self.linear_qkv = self._column(self.query_projection_size + self.kv_projection_size)
+
+    def _projected(self, hidden_states: torch.Tensor, *unused: Any, **also_unused: Any) -> Any:
+        """With fewer key heads than ranks, each computes its whole group and takes its query heads, as in Megatron."""
         mixed, _ = self.linear_qkv(hidden_states)
         groups, width, tp = self.config.num_query_groups, self.config.kv_channels, self.pg_collection.tp
         each = max(tp.size() // groups, 1)  # ranks that share a group
@@ -366,7 +406,36 @@ class KeysAsValuesAttention(SelfAttention):  # type: ignore[misc]
         query, key = mixed[:, :, :, :-1].flatten(2, 3), mixed[:, :, :, -1]
         if each > 1:
             query = query.chunk(each, 2)[tp.rank() % each]
-        return self.q_layernorm(query), self.k_layernorm(key), _unweighted_norm(key, self.config)
+        return self.q_layernorm(query), self.k_layernorm(key), key
+
+
+class TakenKeysAttention(NormedValueAttention):
+    """Attention with the keys and values of an earlier layer, whose rope it has too (``share_keys``)."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        del self.linear_qkv
+        self.k_layernorm = None
+        self.linear_q = self._column(self.query_projection_size)
+
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *unused: Any, **also_unused: Any) -> Any:
+        """Return query, key and value of this rank's heads: [s, b, h, d], twice [s, b, g, d]."""
+        assert self.handed is not None, "share_keys names the layer whose keys this one takes"
+        query, _ = self.linear_q(hidden_states)
+        return self.q_layernorm(query.unflatten(-1, (-1, self.config.kv_channels))), *self.handed.take()
+
+
+def share_keys(stage: Any, sizes: ModelSizes) -> None:
+    """Let the layers of a GPTModel that take keys and values take those of ``sizes.source_of``.
+
+    The stage has all layers of the model (``reshard.grid.check_grid``), which run in order.
+    """
+    takers = [(layer, sizes.source_of(layer)) for layer in sizes.shared_layers]
+    for source in {source for _, source in takers}:
+        readers = [layer for layer, own in takers if own == source]
+        handed = HandedKeys(len(readers))
+        for layer in (source, *readers):
+            stage.decoder.layers[layer].self_attention.handed = handed
 
 
 def _unweighted_norm(x: torch.Tensor, config: Any) -> torch.Tensor:

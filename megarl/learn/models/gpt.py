@@ -45,7 +45,7 @@ def build_chunks(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.transformer.module import Float16Module
 
-    from megarl.learn.models import experts, packed, vision
+    from megarl.learn.models import attention, experts, packed, vision
     from megarl.learn.models import head as lm_head
     from megarl.learn.models import norms as scaling
 
@@ -55,13 +55,13 @@ def build_chunks(
     layer_ropes = ropes(arch, hf_config)
     numbers = multipliers(arch, hf_config)
     gpt["vocab_size"] = padded_vocab_size(gpt["vocab_size"], parallel.tp)
-    config = transformer_config(hf_config, model, parallel)
+    config, sizes = transformer_config(hf_config, model, parallel), arch.sizes(hf_config)
     chunks = []
     for chunk in range(parallel.vpp):
         vp_stage = chunk if parallel.vpp > 1 else None
         pre_process = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         post_process = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
-        block = block_spec(config, model, vp_stage, numbers.residual, arch.norms, arch.sizes(hf_config))
+        block = block_spec(config, model, vp_stage, numbers.residual, arch.norms, sizes)
         if has_router_bias(arch) and not arch.router.sigmoid:
             experts.balance(block, model.router, biased=True)
         if not config.gated_linear_unit:
@@ -78,8 +78,10 @@ def build_chunks(
         )
         _mark_experts(stage)
         scaling.install(stage, numbers, logits=head == "lm")
+        scaling.add_layer_inputs(stage, gpt["vocab_size"], sizes.num_layers, sizes.layer_input)
         (lm_head.install_value_head if head == "score" else lm_head.install)(stage)
         experts.install(stage)
+        attention.share_keys(stage, sizes)
         packed.install(stage, layer_ropes)
         base, share = gpt.get("rotary_base", 0.0), gpt.get("rotary_percent", 1.0)
         vision.install(stage, hf_config, base, share, trained=model.train_vision_tower)

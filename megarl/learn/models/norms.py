@@ -1,6 +1,7 @@
-"""Norms for Megatron's local spec; multipliers of embeddings, residuals and logits.
+"""Norms for Megatron's local spec; multipliers of embeddings, residuals and logits; inputs of single layers.
 
-Shape legend: h query heads (or key heads) of this rank, d width of a head.
+Shape legend: h query heads (or key heads) of this rank, d width of a head; s rows of this rank (a share under sequence
+parallelism), b sequences, n layers, e width of a layer's input.
 """
 
 from __future__ import annotations
@@ -17,6 +18,98 @@ from megarl.weights.architectures.table import NormRules
 WithBias = tuple[torch.Tensor, torch.Tensor | None]
 
 
+class LayerInputs(torch.nn.Module):
+    """Inputs of single layers (Gemma 4): from a second embedding of the tokens, and from the first one's output.
+
+    Args:
+        vocab: Padded rows of the second embedding.
+        layers: Number of the model's layers.
+        width: Width of a layer's input.
+    """
+
+    def __init__(self, config: Any, vocab: int, layers: int, width: int) -> None:
+        from megatron.core.tensor_parallel import VocabParallelEmbedding
+
+        super().__init__()
+        self._layers, self._width, self._config = layers, width, config
+        self.embedding = VocabParallelEmbedding(
+            vocab, layers * width, init_method=config.init_method, reduce_scatter_embeddings=config.sequence_parallel,
+            config=config,
+        )  # fmt: skip
+        self.norm = RMSNorm(config, width, eps=config.layernorm_epsilon)
+        self.projection = _whole_linear(config, config.hidden_size, layers * width)
+
+    def forward(self, tokens: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        """[b, S] tokens of all ranks' rows, their embeddings [s, b, hidden] -> [s, b, n, e]."""
+        own = self.embedding(tokens) * torch.tensor(self._width**0.5).to(embedded)
+        if not self._config.sequence_parallel:
+            own = own.transpose(0, 1)
+        projected = self.projection(embedded) * self._config.hidden_size**-0.5
+        shape = self._layers, self._width
+        return (self.norm(projected.unflatten(-1, shape)) + own.unflatten(-1, shape)) * 2**-0.5
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Return the modules' weights for Megatron's checkpoints; the embedding is sharded."""
+        from megatron.core.transformer.utils import sharded_state_dict_default
+
+        state: dict[str, Any] = {}
+        group = self.embedding.tp_group
+        for name, module in self.named_children():
+            state |= sharded_state_dict_default(module, f"{prefix}{name}.", sharded_offsets, metadata, group)
+        return state
+
+
+class LayerInputGate(torch.nn.Module):
+    """Adds a layer's own input, times a gate of the hidden state, to the layer's output.
+
+    Args:
+        width: Width of the input.
+    """
+
+    def __init__(self, config: Any, width: int) -> None:
+        super().__init__()
+        self.norm = RMSNorm(config, config.hidden_size, eps=config.layernorm_epsilon)
+        self.gate = _whole_linear(config, config.hidden_size, width)
+        self.projection = _whole_linear(config, width, config.hidden_size)
+        self.activation = config.activation_func
+        self.input: torch.Tensor | None = None
+        """[s, b, e], of this forward pass; ``add_layer_inputs`` has them set."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[s, b, hidden] -> [s, b, hidden]. Each input is read once."""
+        assert self.input is not None, "a layer's input is read in the forward pass alone, not computed again"
+        own, self.input = self.input, None
+        return x + self.norm(self.projection(self.activation(self.gate(x)) * own))
+
+
+def _whole_linear(config: Any, inputs: int, outputs: int) -> torch.nn.Linear:
+    """Make a linear layer that every rank has whole."""
+    device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+    linear = torch.nn.Linear(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
+    linear.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return linear
+
+
+def add_layer_inputs(stage: Any, vocab: int, layers: int, width: int) -> None:
+    """Give each layer of a GPTModel, which has all layers of the model, its own input. Call it after ``install``.
+
+    Args:
+        vocab: Padded vocabulary.
+        layers: Number of the model's layers.
+        width: Width of an input; 0 for a model without them.
+    """
+    if not width:
+        return
+    stage.layer_inputs = LayerInputs(stage.config, vocab, layers, width)
+
+    def hand_inputs(module: Any, unnamed: Any, given: dict[str, Any], embedded: torch.Tensor) -> None:
+        inputs = stage.layer_inputs(given["input_ids"], embedded)
+        for layer in stage.decoder.layers:
+            layer.mlp_bda.gate.input = inputs[:, :, layer.layer_number - 1]
+
+    stage.embedding.register_forward_hook(hand_inputs, with_kwargs=True)
+
+
 class Residual(torch.nn.Module):
     """Adds a layer's output, normed and multiplied, to the residual; replaces Megatron's bias-dropout-add (without
     dropout).
@@ -24,14 +117,20 @@ class Residual(torch.nn.Module):
     Args:
         norm: Makes the norm; None for a family without one.
         scaled: Multiply the sum by ``scalar`` [1], which training keeps.
+        gate: Makes the module that adds the layer's own input to the sum, before it is scaled.
     """
 
     def __init__(
-        self, multiplier: float, norm: Callable[[], torch.nn.Module] | None = None, scaled: bool = False
+        self,
+        multiplier: float,
+        norm: Callable[[], torch.nn.Module] | None = None,
+        scaled: bool = False,
+        gate: Callable[[], torch.nn.Module] | None = None,
     ) -> None:
         super().__init__()
         self.multiplier = multiplier
         self.norm = None if norm is None else norm()
+        self.gate = None if gate is None else gate()
         self.scalar = torch.nn.Parameter(torch.ones(1), requires_grad=False) if scaled else None
 
     def forward(self, training: bool, fused: bool) -> Callable[[WithBias, torch.Tensor, float], torch.Tensor]:
@@ -44,6 +143,7 @@ class Residual(torch.nn.Module):
                 x = x if bias is None else x + bias
                 x = x if self.norm is None else self.norm(x)
                 total = residual + x * self.multiplier
+                total = total if self.gate is None else self.gate(total)
                 return total if self.scalar is None else total * self.scalar
 
         return add

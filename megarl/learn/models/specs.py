@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 from megarl.config.schema import ModelConfig, ParallelConfig
@@ -82,7 +85,7 @@ def block_spec(
 ) -> Any:
     """Make TransformerBlockSubmodules of this rank's layers (of chunk ``vp_stage``), dense and with experts by
     ``config``, with norms by ``rules``. Outputs of attention and MLP are multiplied by ``residual`` before they are
-    added. ``sizes`` has the layers whose heads differ; None if there are none."""
+    added. ``sizes`` has the layers whose heads or MLPs differ; None if there are none."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.core.post_training.modelopt.layers import Linear
     from megatron.core.transformer.identity_op import IdentityOp
@@ -90,12 +93,13 @@ def block_spec(
 
     from megarl.learn.models.attention import CoreAttention, GatedSelfAttention, NormedValueAttention
 
+    width = 0 if sizes is None else sizes.layer_input
     if config.multi_latent_attention and config.q_lora_rank is None:
         megatron_private.keep_query_projection()
     if model.transformer_impl == "transformer_engine":
         # Fused norms, linears and attention (packed and context parallel). Not offered: fp8, fused rope.
         block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=vp_stage)
-        return _balanced(_added(block, config, residual, rules), model)
+        return _balanced(_added(block, config, residual, rules, width), model)
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=False, normalization=config.normalization, vp_stage=vp_stage
     )
@@ -115,26 +119,49 @@ def block_spec(
             # Whole on every rank, as with TransformerEngine. The local spec's sharded and gathered projection loses the
             # gradient of the other ranks' heads for the shared rotary key.
             attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
-    block = _with_recurrent_layers(_added(block, config, residual, rules), config, vp_stage)
-    return _balanced(_with_global_layers(block, config, sizes, vp_stage), model)
+    block = _with_recurrent_layers(_added(block, config, residual, rules, width), config, vp_stage)
+    return _balanced(_with_other_layers(block, config, sizes, vp_stage), model)
 
 
-def _with_global_layers(block: Any, config: Any, sizes: ModelSizes | None, vp_stage: int | None) -> Any:
-    """Give the layers without a window their own heads, whose keys are the values, if they differ from the others."""
-    if sizes is None or not sizes.global_layers:
+def _with_other_layers(block: Any, config: Any, sizes: ModelSizes | None, vp_stage: int | None) -> Any:
+    """Give layers without a window their own heads, if they differ from the others; let ``sizes.shared_layers`` take
+    keys and values, and have their own MLPs."""
+    if sizes is None or not (sizes.global_layers or sizes.shared_layers):
         return block
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megarl.learn.models.attention import KeysAsValuesAttention
+    from megarl.learn.models.attention import KeysAsValuesAttention, TakenKeysAttention
 
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
-    for number, layer in enumerate(block.layer_specs):
-        if first + number in sizes.global_layers:  # layers alike share one spec
-            attention = layer.submodules.self_attention
+    for number, layer in enumerate(block.layer_specs, first):
+        attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
+        if number in sizes.global_layers:
             heads = {"head": sizes.global_head, "groups": sizes.global_kv_heads}
-            attention = replace(attention, module=KeysAsValuesAttention, params={**attention.params, **heads})
-            block.layer_specs[number] = replace(layer, submodules=replace(layer.submodules, self_attention=attention))
+            attention = replace(attention, params={**attention.params, **heads})
+            if sizes.keys_are_values:
+                attention = replace(attention, module=KeysAsValuesAttention)
+        if number in sizes.shared_layers:
+            attention = replace(attention, module=TakenKeysAttention)
+            if sizes.late_ffn != sizes.ffn:  # no ModuleSpec: Megatron warns of one with another class than its own
+                mlp = SimpleNamespace(module=_late_mlp(), submodules=mlp.submodules, params={"width": sizes.late_ffn})
+        # layers alike share one spec
+        submodules = replace(layer.submodules, self_attention=attention, mlp=mlp)
+        block.layer_specs[number - first] = replace(layer, submodules=submodules)
     return block
+
+
+@cache
+def _late_mlp() -> Any:
+    """Return the class of an MLP that is ``width`` wide instead of ``config.ffn_hidden_size``."""
+    from megatron.core.transformer.mlp import MLP
+
+    class LateMLP(MLP):  # type: ignore[misc]
+        def __init__(self, config: Any, width: int, **named: Any) -> None:
+            config = copy.copy(config)
+            config.ffn_hidden_size = width
+            super().__init__(config, ffn_hidden_size=width, **named)
+
+    return LateMLP
 
 
 def _with_recurrent_layers(block: Any, config: Any, vp_stage: int | None) -> Any:
@@ -156,16 +183,18 @@ def _with_recurrent_layers(block: Any, config: Any, vp_stage: int | None) -> Any
     return block
 
 
-def _added(block: Any, config: Any, residual: float, rules: NormRules) -> Any:
+def _added(block: Any, config: Any, residual: float, rules: NormRules, width: int) -> Any:
+    """Replace Megatron's additions to the residual; ``width``: of each layer's own input, 0 without."""
     if residual != 1.0 or rules.after or rules.scaled:
         from megatron.core.transformer.spec_utils import ModuleSpec
 
-        from megarl.learn.models.norms import Residual
+        from megarl.learn.models.norms import LayerInputGate, Residual
 
         params = {"multiplier": residual, "norm": norms.after(config, rules)}
+        of_mlp = {**params, "scaled": rules.scaled, "gate": partial(LayerInputGate, config, width) if width else None}
         for layer in block.layer_specs:
             layer.submodules.self_attn_bda = ModuleSpec(module=Residual, params=params)
-            layer.submodules.mlp_bda = ModuleSpec(module=Residual, params={**params, "scaled": rules.scaled})
+            layer.submodules.mlp_bda = ModuleSpec(module=Residual, params=of_mlp)
     return block
 
 

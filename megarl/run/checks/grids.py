@@ -231,6 +231,11 @@ def check_recompute(config: Config, hf_config: Mapping[str, Any]) -> None:
             f"model.path={model.path} add vectors of images, which only packed micro-batches keep until they are "
             "computed again; set trainer.packing to true, or model.recompute to selective"
         )
+    if sizes.hands_on and model.recompute == "full":
+        raise ConfigError(
+            f"model.recompute=full with the model of model.path={model.path}: its layers take keys and values, or "
+            "inputs, that are not computed again; set model.recompute to selective"
+        )
     if model.recompute != "selective":
         return
     if not modules:

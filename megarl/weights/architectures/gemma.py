@@ -16,7 +16,10 @@ from megarl.weights.architectures.blocks import (
     UNNORMED_MLP,
     VLLM_ATTENTION,
     VLLM_MLP,
+    gated,
+    gated_rows,
     same,
+    vllm_gated,
 )
 from megarl.weights.architectures.table import (
     Architecture,
@@ -52,31 +55,76 @@ GEMMA3_TEXT = Architecture(
 )
 
 
-# Gemma 4, dense, text: Gemma 3's places of norms, with plain weights. Layers without a window have wider and fewer
-# key heads, whose projections are the values too. Source: ``transformers/models/gemma4/modeling_gemma4.py``; vLLM 0.32
-# ``model_executor/models/gemma4.py`` has the keys' projection twice.
-_QUERIES = Logical("self_attn.q_proj.weight", "global_q hidden", Shard.COLUMN)
-_KEYS = Logical("self_attn.k_proj.weight", "global_kv hidden", Shard.COLUMN)
+# Gemma 4, dense, text: Gemma 3's places of norms, with plain weights. Layers without a window have wider heads; their
+# keys are the values too in 31B. The last layers of E2B and E4B take keys and values of earlier ones. Source:
+# ``transformers/models/gemma4/modeling_gemma4.py``; vLLM 0.32 ``model_executor/models/gemma4.py`` has the projection of
+# keys that are values twice.
+_JOINT = (
+    Logical("self_attn.q_proj.weight", "joint_q hidden", Shard.COLUMN),
+    Logical("self_attn.k_proj.weight", "joint_kv hidden", Shard.COLUMN),
+)
+_APART = (
+    Logical("self_attn.q_proj.weight", "apart_q hidden", Shard.COLUMN),
+    Logical("self_attn.k_proj.weight", "apart_kv hidden", Shard.COLUMN),
+    Logical("self_attn.v_proj.weight", "apart_kv hidden", Shard.COLUMN),
+)
 _O_PROJ = Logical("self_attn.o_proj.weight", "hidden global_q", Shard.ROW)
 _NORMS = {x: Logical(f"self_attn.{x}_norm.weight", "global_head") for x in ("q", "k")}
+_LATE_MLP = gated("mlp", "late_ffn")
+_TO_INPUTS = Logical("model.per_layer_model_projection.weight", "layer_inputs hidden")
+_LAYER_INPUTS = (
+    same(
+        "layer_inputs.embedding.weight",
+        Logical("model.embed_tokens_per_layer.weight", "vocab layer_inputs", Shard.VOCAB),
+        Stage.FIRST,
+    ),
+    same("layer_inputs.projection.weight", _TO_INPUTS, Stage.FIRST),
+    same("layer_inputs.norm.weight", Logical("model.per_layer_projection_norm.weight", "layer_input"), Stage.FIRST),
+)
+_LAYER_INPUT = (
+    same("mlp_bda.gate.gate.weight", Logical("per_layer_input_gate.weight", "layer_input hidden"), Stage.LAYER),
+    same("mlp_bda.gate.projection.weight", Logical("per_layer_projection.weight", "hidden layer_input"), Stage.LAYER),
+    same("mlp_bda.gate.norm.weight", Logical("post_per_layer_input_norm.weight", "gated_hidden"), Stage.LAYER),
+)
+_TAKING = [Logical("self_attn.q_proj.weight", f"{extent} hidden", Shard.COLUMN) for extent in ("q", "global_q")]
+
+_ATTENTION = (
+    *(replace(row, stage=Stage.WINDOWED) for row in (UNNORMED_ATTENTION[1], QK_NORM[0])),
+    *(replace(row, stage=Stage.WINDOWED, shares=False) for row in (UNNORMED_ATTENTION[0], QK_NORM[1])),
+    Param("self_attention.linear_q.weight", Op.SAME, (_TAKING[0],), Stage.WINDOWED, shares=True),
+    Param("self_attention.linear_qkv.weight", Op.QK, _JOINT, Stage.GLOBAL, shares=False),
+    Param("self_attention.linear_qkv.weight", Op.QKV, _APART, Stage.GLOBAL, shares=False),
+    Param("self_attention.linear_q.weight", Op.SAME, (_TAKING[1],), Stage.GLOBAL, shares=True),
+    same("self_attention.linear_proj.weight", _O_PROJ, Stage.GLOBAL),
+    same("self_attention.q_layernorm.weight", _NORMS["q"], Stage.GLOBAL),
+    replace(same("self_attention.k_layernorm.weight", _NORMS["k"], Stage.GLOBAL), shares=False),
+)
 
 GEMMA4_TEXT = Architecture(
     name="gemma4_text",
-    models="Gemma 4 (31B, text)",
+    models="Gemma 4 (E2B, E4B, 31B, text)",
     params=(
         *EMBEDDING,
+        *_LAYER_INPUTS,
         *INPUT_NORM,
-        *(replace(row, stage=Stage.WINDOWED) for row in (*UNNORMED_ATTENTION, *QK_NORM)),
-        Param("self_attention.linear_qkv.weight", Op.QK, (_QUERIES, _KEYS), Stage.GLOBAL),
-        same("self_attention.linear_proj.weight", _O_PROJ, Stage.GLOBAL),
-        *(same(f"self_attention.{x}_layernorm.weight", norm, Stage.GLOBAL) for x, norm in _NORMS.items()),
+        *_ATTENTION,
         *MLP_NORM_OF_GEMMA,
-        *UNNORMED_MLP,
+        *(replace(row, shares=False) for row in UNNORMED_MLP),
+        *(replace(row, shares=True) for row in gated_rows(_LATE_MLP, Stage.LAYER, "mlp")),
         *NORMS_AFTER,
+        *_LAYER_INPUT,
         same("mlp_bda.scalar", Logical("layer_scalar", "labels"), Stage.LAYER),
         *OUTPUT,
     ),
-    vllm=(*VLLM_ATTENTION, Fused("self_attn.qkv_proj.weight", Op.QKV, (_QUERIES, _KEYS, _KEYS)), *VLLM_MLP),
+    vllm=(
+        *VLLM_ATTENTION,
+        Fused("self_attn.qkv_proj.weight", Op.QKV, (*_JOINT, _JOINT[1])),
+        Fused("self_attn.qkv_proj.weight", Op.QKV, _APART),
+        *VLLM_MLP,
+        *vllm_gated(_LATE_MLP, "mlp.gate_up_proj.weight"),
+        Fused(_TO_INPUTS.name, Op.SAME, (_TO_INPUTS,), Shard.COLUMN),
+    ),
+    vllm_ends_everywhere=True,
     norms=NormRules(after=True, of_values=True, scaled=True),
     multipliers=MultiplierKeys(embedding_root="hidden_size", softcap="final_logit_softcapping"),
     layers=LayerRules(windows=True, ropes=True, partial_rotary=True),
@@ -87,9 +135,6 @@ GEMMA4_TEXT = Architecture(
         "attention_bias": False,
         "enable_moe_block": False,
         "num_experts": None,
-        "hidden_size_per_layer_input": 0,
-        "num_kv_shared_layers": 0,
-        "attention_k_eq_v": True,
         "attn_logit_softcapping": None,
     },
 )

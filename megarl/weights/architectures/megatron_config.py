@@ -81,7 +81,7 @@ def transformer_kwargs(arch: Architecture, hf_config: HFConfig) -> dict[str, Any
         values["softmax_type"] = "learnable"
     if any(param.op is Op.GATED_QKV for param in arch.params):
         values["attention_output_gate"] = True
-    if sizes.global_layers:  # layers of other shapes have keys of their own in checkpoints
+    if sizes.global_layers or sizes.shared_layers:  # layers of other shapes have keys of their own in checkpoints
         values["hetereogenous_dist_checkpoint"] = True
     if sizes.delta_layers:
         values |= _delta_net(arch.name, sizes)

@@ -111,6 +111,8 @@ class Param:
     """Name under the TransformerEngine spec, if different."""
     keys: tuple[str, ...] = ()
     """Ends of the keys that Megatron's checkpoints have for the parts of ``Op.SECTIONS``."""
+    shares: bool | None = None
+    """True: only layers that take keys and values of an earlier layer have the row; False: only the other layers."""
 
     def __post_init__(self) -> None:
         wanted = PARTS.get(self.op, len(self.keys))
@@ -247,6 +249,14 @@ class ModelSizes:
     """Key heads of ``global_layers``."""
     global_head: int = 0
     """Width of a head of ``global_layers``."""
+    keys_are_values: bool = False
+    """True if ``global_layers`` have no value projection."""
+    shared_layers: tuple[int, ...] = ()
+    """Layers that take the keys and values of an earlier layer (``source_of``)."""
+    late_ffn: int = 0
+    """Width of the MLPs of ``shared_layers``."""
+    layer_input: int = 0
+    """Width of the input that each layer has from a second embedding; 0 without one."""
 
     @property
     def recurrent_layers(self) -> tuple[int, ...]:
@@ -299,6 +309,47 @@ class ModelSizes:
         return self.global_kv_heads * self.global_head
 
     @property
+    def joint_q(self) -> int:
+        """``global_q`` if keys are values, else 0."""
+        return self.global_q * self.keys_are_values
+
+    @property
+    def joint_kv(self) -> int:
+        """``global_kv`` if keys are values, else 0."""
+        return self.global_kv * self.keys_are_values
+
+    @property
+    def apart_q(self) -> int:
+        """``global_q`` if values have a projection of their own, else 0."""
+        return self.global_q - self.joint_q
+
+    @property
+    def apart_kv(self) -> int:
+        """``global_kv`` if values have a projection of their own, else 0."""
+        return self.global_kv - self.joint_kv
+
+    @property
+    def layer_inputs(self) -> int:
+        """Width of the second embedding, which has an input for each layer."""
+        return self.num_layers * self.layer_input
+
+    @property
+    def gated_hidden(self) -> int:
+        """``hidden`` if each layer has an input of its own, else 0."""
+        return self.hidden * bool(self.layer_input)
+
+    @property
+    def hands_on(self) -> bool:
+        """True if layers take tensors besides the hidden states: keys and values, or inputs of their own."""
+        return bool(self.shared_layers or self.layer_input)
+
+    def source_of(self, layer: int) -> int:
+        """Return the layer whose keys and values one of ``shared_layers`` takes: the last one of its kind with own."""
+        is_global = layer in self.global_layers
+        own = range(self.num_layers - len(self.shared_layers))
+        return max(source for source in own if (source in self.global_layers) is is_global)
+
+    @property
     def gate_up(self) -> int:
         """Rows of an expert's fused gate and up projections."""
         return 2 * self.expert_ffn
@@ -348,7 +399,9 @@ class ModelSizes:
 
 
 def sizes_of_layer(sizes: ModelSizes, layer: int) -> ModelSizes:
-    """Return the sizes with the number of the layer's key heads, and the width of its heads."""
+    """Return the sizes with the number of the layer's key heads, and the widths of its heads and its MLP."""
+    if layer in sizes.shared_layers:
+        sizes = replace(sizes, ffn=sizes.late_ffn)
     if layer not in sizes.global_layers:
         return sizes
     return replace(sizes, head=sizes.global_head, kv_heads=sizes.global_kv_heads)
@@ -593,6 +646,8 @@ class Architecture:
             more["taps"] = get("taps")
         if Stage.GLOBAL in known:
             more |= _global_sizes(self, hf_config, get("num_layers"), kv_heads, head)
+            more["layer_input"] = _layer_input(self.name, hf_config)
+            more |= _shared_sizes(self.name, hf_config, get("num_layers"), get("ffn"), more["global_layers"])
         if "normed_head" in known:
             more["normed_head"] = head if flag(self.name, hf_config, "use_qk_norm") else 0
         if "biased_q" in known:
@@ -647,6 +702,8 @@ class Architecture:
             Stage.MOE: [*sizes.moe_layers, *behind],
             Stage.MTP: list(behind),
         }[param.stage]
+        if param.shares is not None:
+            layers = [layer for layer in layers if (layer in sizes.shared_layers) is param.shares]
         for layer in layers:
             number = layer - sizes.num_layers
             prefix = HF_LAYER.format(layer) if number < 0 else self.layers.prediction.prefix(number, layer, param.stage)
@@ -766,7 +823,43 @@ def _global_sizes(arch: Architecture, hf_config: HFConfig, num_layers: int, kv_h
             f"num_global_key_value_heads={groups} does not divide num_attention_heads={heads} of {name}; correct "
             "config.json"
         )
-    return {"global_layers": tuple(layers), "global_head": width, "global_kv_heads": groups}
+    found_sizes = {"global_layers": tuple(layers), "global_head": width, "global_kv_heads": groups}
+    return {**found_sizes, "keys_are_values": flag(name, hf_config, "attention_k_eq_v")}
+
+
+def _layer_input(name: str, hf_config: HFConfig) -> int:
+    """Width of each layer's input from a second embedding. Raises ArchitectureError if its vocabulary is another."""
+    key = "vocab_size_per_layer_input"
+    width = count(name, hf_config, "hidden_size_per_layer_input")
+    rows, vocab = hf_config.get(key), hf_config.get("vocab_size")
+    if width and rows != vocab:
+        raise ArchitectureError(
+            f"{name} with {key}={rows!r} is not supported, only vocab_size={vocab}: each token has a row in both "
+            "embeddings; use the checkpoint's own config.json"
+        )
+    return width
+
+
+def _shared_sizes(
+    name: str, hf_config: HFConfig, num_layers: int, ffn: int, global_layers: tuple[int, ...]
+) -> dict[str, Any]:
+    """Layers that take keys and values of earlier layers, and the width of their MLPs.
+
+    Raises ArchitectureError if such a layer has no earlier one of its kind with keys of its own.
+    """
+    key = "num_kv_shared_layers"
+    first = num_layers - count(name, hf_config, key)
+    lacking = {layer in global_layers for layer in range(max(first, 0), num_layers)}
+    lacking -= {layer in global_layers for layer in range(first)}
+    if first < 1 or lacking:
+        raise ArchitectureError(
+            f"config.json of a {name} model has {key}={num_layers - first} of {num_layers} layers; an earlier layer of "
+            "each kind must have keys of its own; use the checkpoint's own config.json"
+        )
+    return {
+        "shared_layers": tuple(range(first, num_layers)),
+        "late_ffn": ffn * (2 if flag(name, hf_config, "use_double_wide_mlp") else 1),
+    }
 
 
 def rotates(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Sequence[bool]:

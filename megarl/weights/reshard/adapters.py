@@ -133,7 +133,7 @@ def factors_of(hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> dict
     """HF name of each adapted tensor -> adapter, in layer order, without layers of ``modules_to_save``.
 
     Raises ConfigError for a target or pattern key that matches no linear layer of the model, and for a model with gated
-    delta nets, short convolutions or keys that are values too.
+    delta nets, short convolutions or layers whose heads differ.
     """
     arch = architecture(hf_config, head)
     linear, name = linear_modules(hf_config, head), arch.name
@@ -144,7 +144,7 @@ def factors_of(hf_config: HFConfig, lora: LoraConfig, head: Head = "lm") -> dict
         )
     if lora.is_used and arch.sizes(hf_config).global_layers:
         raise ConfigError(
-            f"model.lora.rank={lora.rank} with {name}: megarl has no adapters for keys that are values too; set "
+            f"model.lora.rank={lora.rank} with {name}: megarl has no adapters for layers whose heads differ; set "
             "model.lora.rank to 0"
         )
     targets = [target for target in lora.targets if target != ALL_LINEAR]

@@ -121,6 +121,7 @@ def check_grid(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str = 
     _check_tp(name, sizes, grid, setting)
     _check_experts(name, sizes, grid, setting)
     _check_pp(name, sizes.num_layers, grid, setting)
+    _check_handed(name, sizes, grid, setting)
     _check_deepstack(name, sizes, grid, setting)
 
 
@@ -129,7 +130,8 @@ def _check_tp(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) ->
     if not sizes.kv_lora:
         rules.append(("the rows of the joint query/key/value matrix", sizes.q + 2 * sizes.kv))
     if sizes.global_layers:
-        rules.append(("the rows of the joint query/key matrix", sizes.global_q + sizes.global_kv))
+        joint, copies = ("query/key", 1) if sizes.keys_are_values else ("global query/key/value", 2)
+        rules.append((f"the rows of the joint {joint} matrix", sizes.global_q + copies * sizes.global_kv))
     if len(sizes.moe_layers) < sizes.num_layers:
         rules.append(("intermediate_size", sizes.ffn))
     if sizes.shared_ffn:
@@ -201,6 +203,16 @@ def _check_pp(name: str, num_layers: int, grid: MegatronGrid, setting: str) -> N
             f"{setting}.vpp={grid.vpp} does not divide the layers of each stage of {name}, {stages}; set {setting}.vpp "
             f"to {divisors(*stages)}"
         )
+
+
+def _check_handed(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:
+    """Raise ConfigError if layers take tensors of another stage: keys and values, or inputs of single layers."""
+    for key, value in (("pp", grid.pp), ("cp", grid.cp)):
+        if value > 1 and sizes.hands_on:
+            raise ConfigError(
+                f"{setting}.{key}={value} with {name}: its layers take keys and values of earlier ones, or inputs of "
+                f"their own, which is tested on one stage with whole sequences; set {setting}.{key} to 1"
+            )
 
 
 def _check_deepstack(name: str, sizes: ModelSizes, grid: MegatronGrid, setting: str) -> None:

@@ -188,7 +188,7 @@ def dist_layout(
 
 
 def _dist_spots(arch: Architecture, sizes: ModelSizes, transformer_impl: TransformerImpl, mtp: bool) -> Iterator[_Spot]:
-    differ = sizes.recurrent_layers or sizes.global_layers
+    differ = sizes.recurrent_layers or sizes.global_layers or sizes.shared_layers
     alike = len(sizes.moe_layers) in (0, sizes.num_layers) and not differ
     owners = Owners(((0,),))
     for param, occurrence in _in_order(arch, sizes, mtp):
@@ -413,6 +413,11 @@ def _check_vllm(
         raise ConfigError(
             f"rollout.expert_parallel=True with rollout.tp={tp} leaves ranks without any of the {sizes.experts} "
             f"experts of {name}; set rollout.tp to at most {sizes.experts}"
+        )
+    if pp > 1 and sizes.hands_on:
+        raise ConfigError(
+            f"rollout.pp={pp} with {name}: vLLM hands keys, values and inputs of single layers to no other stage; set "
+            "rollout.pp to 1"
         )
     rules = [("num_attention_heads", sizes.heads), ("the padded vocabulary", padded_vocab)]
     if len(sizes.moe_layers) < sizes.num_layers:
