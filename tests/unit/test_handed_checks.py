@@ -11,6 +11,7 @@ from megarl.planner.model_cost import ModelCost
 from megarl.run.checks.grids import check_recompute
 from megarl.weights.architectures import architecture
 from megarl.weights.architectures.complete import complete
+from megarl.weights.architectures.table import source_of
 from megarl.weights.reshard.layouts import MegatronGrid, megatron_layout, vllm_layout
 from tests.parallel.families import FAMILIES
 
@@ -35,7 +36,7 @@ def test_layers_are_not_computed_again() -> None:
 
 def test_keys_and_values_are_those_of_the_last_layer_of_the_kind() -> None:
     sizes = architecture(SMALL).sizes(SMALL)
-    assert [sizes.source_of(layer) for layer in sizes.shared_layers] == [1, 2, 1]  # full, sliding, full
+    assert [source_of(sizes, layer) for layer in sizes.shared_layers] == [1, 2, 1]  # full, sliding, full
 
 
 def test_the_planner_counts_all_matrices() -> None:

@@ -16,7 +16,7 @@ import copy
 from collections.abc import Callable
 from functools import cache
 from inspect import signature
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 
 from megarl.learn.models.packed import PackedLayout, packed_layout, positions_of
-from megarl.weights.architectures import ModelSizes
+from megarl.weights.architectures.table import ModelSizes, source_of
 
 VARLEN_WIDTH = 256
 """Widest head of torch's kernel for packed sequences."""
@@ -355,47 +355,54 @@ class NormedValueAttention(SelfAttention):  # type: ignore[misc]
     Args:
         head: Width of a head.
         groups: Key heads of the model's layer.
+        values: Their source: a projection of their own; the keys before norm and rope; or, with the keys, an earlier
+            layer, whose rope the layer has too (``share_keys``).
     """
 
     handed: HandedKeys | None = None
     """Where later layers take this layer's keys and values, or this layer takes an earlier one's."""
 
     def __init__(
-        self, config: Any, *arguments: Any, head: int | None = None, groups: int | None = None, **named: Any
+        self,
+        config: Any,
+        *arguments: Any,
+        head: int | None = None,
+        groups: int | None = None,
+        values: Literal["projected", "keys", "taken"] = "projected",
+        **named: Any,
     ) -> None:
         if head is not None:
             config = copy.copy(config)
             config.kv_channels, config.num_query_groups = head, groups
         super().__init__(config, *arguments, **named)
+        self._values = values
+        if values == "keys":
+            self.linear_qkv = self._column(self.query_projection_size + self.kv_projection_size)
+        elif values == "taken":
+            del self.linear_qkv
+            self.k_layernorm: Any = None
+            self.linear_q = self._column(self.query_projection_size)
 
-    def get_query_key_value_tensors(self, *arguments: Any, **named: Any) -> Any:
+    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *arguments: Any, **named: Any) -> Any:
         """Return query, key and value of this rank's heads: [s, b, h, d], twice [s, b, g, d]."""
-        query, key, value = self._projected(*arguments, **named)
-        value = _unweighted_norm(value, self.config)
+        if self._values == "taken":
+            assert self.handed is not None, "share_keys names the layer whose keys this one takes"
+            query, _ = self.linear_q(hidden_states)
+            return self.q_layernorm(query.unflatten(-1, (-1, self.config.kv_channels))), *self.handed.take()
+        if self._values == "keys":
+            query, key, value = self._without_values(hidden_states)
+        else:
+            query, key, value = super().get_query_key_value_tensors(hidden_states, *arguments, **named)
+        value = F.rms_norm(value.float(), value.shape[-1:], None, self.config.layernorm_epsilon).to(value.dtype)
         if self.handed is not None:
             self.handed.put(key, value)
         return query, key, value
 
-    def _projected(self, *arguments: Any, **named: Any) -> Any:
-        return super().get_query_key_value_tensors(*arguments, **named)
+    def _without_values(self, hidden_states: torch.Tensor) -> Any:
+        """Return query, key and value, which is the key before its norm.
 
-    def _column(self, outputs: int) -> ColumnParallelLinear:
-        config = self.config
-        return ColumnParallelLinear(
-            config.hidden_size, outputs, config=config, init_method=config.init_method, gather_output=False, bias=False,
-            skip_bias_add=False, is_expert=False, tp_comm_buffer_name="qkv", tp_group=self.pg_collection.tp,
-        )  # fmt: skip
-
-
-class KeysAsValuesAttention(NormedValueAttention):
-    """Attention whose values are its keys before norm and rope, normed without a weight."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        self.linear_qkv = self._column(self.query_projection_size + self.kv_projection_size)
-
-    def _projected(self, hidden_states: torch.Tensor, *unused: Any, **also_unused: Any) -> Any:
-        """With fewer key heads than ranks, each computes its whole group and takes its query heads, as in Megatron."""
+        With fewer key heads than ranks, each computes its whole group and takes its query heads, as in Megatron.
+        """
         mixed, _ = self.linear_qkv(hidden_states)
         groups, width, tp = self.config.num_query_groups, self.config.kv_channels, self.pg_collection.tp
         each = max(tp.size() // groups, 1)  # ranks that share a group
@@ -408,38 +415,25 @@ class KeysAsValuesAttention(NormedValueAttention):
             query = query.chunk(each, 2)[tp.rank() % each]
         return self.q_layernorm(query), self.k_layernorm(key), key
 
-
-class TakenKeysAttention(NormedValueAttention):
-    """Attention with the keys and values of an earlier layer, whose rope it has too (``share_keys``)."""
-
-    def __init__(self, *arguments: Any, **named: Any) -> None:
-        super().__init__(*arguments, **named)
-        del self.linear_qkv
-        self.k_layernorm = None
-        self.linear_q = self._column(self.query_projection_size)
-
-    def get_query_key_value_tensors(self, hidden_states: torch.Tensor, *unused: Any, **also_unused: Any) -> Any:
-        """Return query, key and value of this rank's heads: [s, b, h, d], twice [s, b, g, d]."""
-        assert self.handed is not None, "share_keys names the layer whose keys this one takes"
-        query, _ = self.linear_q(hidden_states)
-        return self.q_layernorm(query.unflatten(-1, (-1, self.config.kv_channels))), *self.handed.take()
+    def _column(self, outputs: int) -> ColumnParallelLinear:
+        config = self.config
+        return ColumnParallelLinear(
+            config.hidden_size, outputs, config=config, init_method=config.init_method, gather_output=False, bias=False,
+            skip_bias_add=False, is_expert=False, tp_comm_buffer_name="qkv", tp_group=self.pg_collection.tp,
+        )  # fmt: skip
 
 
 def share_keys(stage: Any, sizes: ModelSizes) -> None:
-    """Let the layers of a GPTModel that take keys and values take those of ``sizes.source_of``.
+    """Let the layers of a GPTModel that take keys and values take those of ``source_of``.
 
     The stage has all layers of the model (``reshard.grid.check_grid``), which run in order.
     """
-    takers = [(layer, sizes.source_of(layer)) for layer in sizes.shared_layers]
+    takers = [(layer, source_of(sizes, layer)) for layer in sizes.shared_layers]
     for source in {source for _, source in takers}:
         readers = [layer for layer, own in takers if own == source]
         handed = HandedKeys(len(readers))
         for layer in (source, *readers):
             stage.decoder.layers[layer].self_attention.handed = handed
-
-
-def _unweighted_norm(x: torch.Tensor, config: Any) -> torch.Tensor:
-    return F.rms_norm(x.float(), x.shape[-1:], None, config.layernorm_epsilon).to(x.dtype)
 
 
 @cache

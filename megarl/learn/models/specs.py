@@ -130,18 +130,15 @@ def _with_other_layers(block: Any, config: Any, sizes: ModelSizes | None, vp_sta
         return block
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-    from megarl.learn.models.attention import KeysAsValuesAttention, TakenKeysAttention
-
     first = get_transformer_layer_offset(config, vp_stage=vp_stage)
     for number, layer in enumerate(block.layer_specs, first):
         attention, mlp = layer.submodules.self_attention, layer.submodules.mlp
         if number in sizes.global_layers:
             heads = {"head": sizes.global_head, "groups": sizes.global_kv_heads}
-            attention = replace(attention, params={**attention.params, **heads})
-            if sizes.keys_are_values:
-                attention = replace(attention, module=KeysAsValuesAttention)
+            values = "keys" if sizes.keys_are_values else "projected"
+            attention = replace(attention, params={**attention.params, **heads, "values": values})
         if number in sizes.shared_layers:
-            attention = replace(attention, module=TakenKeysAttention)
+            attention = replace(attention, params={**attention.params, "values": "taken"})
             if sizes.late_ffn != sizes.ffn:  # no ModuleSpec: Megatron warns of one with another class than its own
                 mlp = SimpleNamespace(module=_late_mlp(), submodules=mlp.submodules, params={"width": sizes.late_ffn})
         # layers alike share one spec

@@ -343,12 +343,6 @@ class ModelSizes:
         """True if layers take tensors besides the hidden states: keys and values, or inputs of their own."""
         return bool(self.shared_layers or self.layer_input)
 
-    def source_of(self, layer: int) -> int:
-        """Return the layer whose keys and values one of ``shared_layers`` takes: the last one of its kind with own."""
-        is_global = layer in self.global_layers
-        own = range(self.num_layers - len(self.shared_layers))
-        return max(source for source in own if (source in self.global_layers) is is_global)
-
     @property
     def gate_up(self) -> int:
         """Rows of an expert's fused gate and up projections."""
@@ -396,6 +390,13 @@ class ModelSizes:
     def labels(self) -> int:
         """Number of outputs of a score head per token."""
         return 1
+
+
+def source_of(sizes: ModelSizes, layer: int) -> int:
+    """Return the layer whose keys and values one of ``shared_layers`` takes: the last one of its kind with own."""
+    is_global = layer in sizes.global_layers
+    own = range(sizes.num_layers - len(sizes.shared_layers))
+    return max(source for source in own if (source in sizes.global_layers) is is_global)
 
 
 def sizes_of_layer(sizes: ModelSizes, layer: int) -> ModelSizes:
@@ -710,11 +711,6 @@ class Architecture:
             experts: Iterable[int | None] = range(sizes.experts) if param.per_expert else (None,)
             yield from (Occurrence(layer, expert, prefix=prefix) for expert in experts)
 
-    def prediction(self, hf_config: HFConfig) -> dict[str, Shape]:
-        """Return HF name -> shape of the logical tensors of prediction layers; empty without such layers."""
-        own = self.tensors(hf_config)
-        return {name: shape for name, shape in self.tensors(hf_config, mtp=True).items() if name not in own}
-
     def tensors(self, hf_config: HFConfig, *, mtp: bool = False) -> dict[str, Shape]:
         """Logical tensors: HF name -> shape, in layer order, without a tied lm_head."""
         sizes = self.sizes(hf_config)
@@ -793,6 +789,12 @@ def layer_kinds(arch: Architecture, hf_config: HFConfig, num_layers: int) -> Seq
     if window is None and hf_config.get("layer_types") is None:
         return either[:1] * num_layers
     return [str(kind) for kind in by_layer(arch.name, hf_config, "layer_types", num_layers, either)]
+
+
+def prediction_tensors(arch: Architecture, hf_config: HFConfig) -> dict[str, Shape]:
+    """Return HF name -> shape of the logical tensors of prediction layers; empty without such layers."""
+    own = arch.tensors(hf_config)
+    return {name: shape for name, shape in arch.tensors(hf_config, mtp=True).items() if name not in own}
 
 
 def _global_sizes(arch: Architecture, hf_config: HFConfig, num_layers: int, kv_heads: int, head: int) -> dict[str, Any]:

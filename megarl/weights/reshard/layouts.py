@@ -22,6 +22,7 @@ from megarl.weights.architectures.table import (
     Stage,
     hf_name,
     parts_of,
+    prediction_tensors,
 )
 from megarl.weights.megatron_private import mtp_inner
 from megarl.weights.reshard.grid import MegatronGrid, check_grid, recurrent_rules, shares_heads
@@ -244,7 +245,7 @@ def vllm_layout(
     spots = _vllm_spots(arch, sizes, tp, pp, replicas, expert_parallel, drafts)
     return Layout(
         f"vllm tp={tp}{text} replicas={replicas}{' drafts' if drafts else ''}",
-        arch.prediction(hf_config) if drafts else arch.tensors(hf_config),
+        prediction_tensors(arch, hf_config) if drafts else arch.tensors(hf_config),
         tp * pp * replicas,
         _rows(spots, Sharder(sizes, vocab, interleaved=False)),
         _dtypes(arch, sizes),

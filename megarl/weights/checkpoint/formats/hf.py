@@ -20,6 +20,7 @@ from megarl.core.durable import replace_directory
 from megarl.core.errors import CheckpointError
 from megarl.core.processes import heartbeat
 from megarl.weights.architectures import Head, architecture
+from megarl.weights.architectures.table import prediction_tensors
 from megarl.weights.checkpoint.formats.hf_files import INDEX, SINGLE, FilePlace, shards
 from megarl.weights.checkpoint.formats.hf_source import (
     EMBEDDING,
@@ -171,7 +172,7 @@ def export_hf(
     hf_config = read_hf_config(source)
     places = places_in_files(hf_config, plan.destination.tensors, head)
     predict = with_prediction and head == "lm" and has_prediction_layers(source, hf_config)
-    copied = places_in_files(hf_config, architecture(hf_config).prediction(hf_config), "lm") if predict else {}
+    copied = places_in_files(hf_config, prediction_tensors(architecture(hf_config), hf_config), "lm") if predict else {}
     places |= copied
     shapes = {place.stored: place.whole for place in places.values()}
     dtypes = {place.stored: wire_dtype(plan.destination, name, dtype) for name, place in places.items()}

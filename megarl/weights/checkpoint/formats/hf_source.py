@@ -19,7 +19,7 @@ from megarl.core.durable import read_json
 from megarl.core.errors import CheckpointError, first_of
 from megarl.weights.architectures import ARCHITECTURES, Head, architecture
 from megarl.weights.architectures.complete import complete
-from megarl.weights.architectures.table import PREDICTION_KEYS, PredictionRules
+from megarl.weights.architectures.table import PREDICTION_KEYS, PredictionRules, prediction_tensors
 from megarl.weights.checkpoint.formats.hf_files import (
     SCALE,
     Dequantised,
@@ -315,7 +315,7 @@ def has_prediction(tensors: Collection[str], hf_config: Mapping[str, Any]) -> bo
 def has_prediction_layers(path: Path, hf_config: Mapping[str, Any]) -> bool:
     """True if a checkpoint's files have every tensor of the prediction layers that its config.json names. Raises
     CheckpointError as ``open_hf`` does."""
-    tensors = architecture(hf_config).prediction(hf_config)
+    tensors = prediction_tensors(architecture(hf_config), hf_config)
     if not tensors:
         return False
     source = open_hf(path)
