@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from megarl.weights.architectures import architecture
+from megarl.weights.architectures.table import prediction_tensors
 from megarl.weights.checkpoint.formats.hf import SINGLE, read_hf_config
 from megarl.weights.checkpoint.formats.hf_source import places_in_files
 
@@ -27,7 +28,7 @@ def add_prediction(path: Path) -> list[str]:
     dtype = next(value.dtype for name, value in tensors.items() if name.endswith("embed_tokens.weight"))
     unit = torch.zeros if config["model_type"].startswith("qwen3") else torch.ones  # these add 1 to a norm's weight
     added = {}
-    for name, place in places_in_files(config, architecture(config).prediction(config), "lm").items():
+    for name, place in places_in_files(config, prediction_tensors(architecture(config), config), "lm").items():
         value = 0.05 * torch.randn(place.whole)
         if name.endswith(("eh_proj.weight", "mtp.fc.weight")):
             value = torch.cat([torch.zeros(place.whole[0], place.whole[0]), torch.eye(place.whole[0])], 1)
