@@ -17,7 +17,7 @@ from megarl.config.schema import ModelConfig, ParallelConfig, RolloutConfig
 from megarl.core.errors import ConfigError
 from megarl.core.jobs import JOBS
 from megarl.learn import algorithms
-from megarl.run.checks.decoding import DECODE_CONTEXT, check_decode_context, check_prediction
+from megarl.run.checks.decoding import DECODE_CONTEXT, check_decode_context, check_delta_nets, check_prediction
 from megarl.run.checks.engine_options import (
     ON_CPU,
     REASONS,
@@ -31,6 +31,7 @@ from megarl.run.checks.engine_options import (
 from megarl.run.checks.memory import check_engine_devices, engine_bytes
 from megarl.run.checks.settings import check_builds
 from megarl.run.supervise.process_specs import engine_process
+from megarl.weights.architectures.complete import complete
 from megarl.weights.checkpoint.formats.hf import read_hf_config
 from tests.parallel.families import FAMILIES, hf_model
 from tests.parallel.prediction_files import add_prediction
@@ -187,6 +188,22 @@ def test_drafts_need_prediction_layers(tmp_path: Path, family: str, overrides: t
     config = replace(config, model=replace(config.model, path=str(tmp_path)))
     with pytest.raises(ConfigError, match=words) if words else nullcontext():
         check_prediction(config, read_hf_config(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "words"),
+    [
+        ("qwen3_5", (), "model.dtype=float32 .* gated delta nets on CPUs in bfloat16 alone"),
+        ("qwen3_5", ("model.dtype=bfloat16",), ""),
+        ("qwen3_5", GPU, ""),
+        ("lfm2", (), ""),
+    ],
+)
+def test_delta_nets_on_cpus_are_in_bfloat16(family: str, overrides: tuple[str, ...], words: str) -> None:
+    model_type, sizes = FAMILIES[family]
+    hf_config = complete(AutoConfig.for_model(model_type, **sizes).to_dict())
+    with pytest.raises(ConfigError, match=words) if words else nullcontext():
+        check_delta_nets(config_of(Path("x"), *overrides), hf_config)
 
 
 WIDE = (*GPU, "rollout.tp=8")

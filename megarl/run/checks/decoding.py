@@ -96,6 +96,16 @@ def check_prediction(config: Config, hf_config: Mapping[str, Any]) -> None:
         )
 
 
+def check_delta_nets(config: Config, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError if an engine's kernels lack the dtype of the model's gated delta nets."""
+    given, on_cpu = f"model.dtype={config.model.dtype}", config.parallel.backend == "gloo"
+    if on_cpu and config.model.dtype != "bfloat16" and architecture(hf_config).sizes(hf_config).delta_layers:
+        raise ConfigError(
+            f"{given} with parallel.backend=gloo: vLLM computes gated delta nets on CPUs in bfloat16 alone; set "
+            "model.dtype to bfloat16"
+        )
+
+
 def check_decode_context(config: Config, hf_config: Mapping[str, Any]) -> None:
     """Raise ConfigError unless the engine's tensor-parallel workers can divide their KV cache by position.
 

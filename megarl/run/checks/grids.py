@@ -20,7 +20,7 @@ from megarl.learn.models.recompute import lacking
 from megarl.learn.models.specs import check_fp8, check_layers
 from megarl.learn.parallel.grid import check_parallel, megatron_grid
 from megarl.ops import rows_in_budget
-from megarl.run.checks.decoding import check_decode_context, check_prediction
+from megarl.run.checks.decoding import check_decode_context, check_delta_nets, check_prediction
 from megarl.run.checks.dispatcher import check_experts_settings
 from megarl.run.checks.engine_options import check_batched_tokens, check_eight_bits
 from megarl.run.checks.lora import check_adapter, check_separate
@@ -151,6 +151,7 @@ def _check_engines(config: Config, hf_config: Mapping[str, Any], source: Layout)
     check_engine(config.model.path, hf_config)
     check_eight_bits(config, hf_config)
     check_decode_context(config, hf_config)
+    check_delta_nets(config, hf_config)
     check_prediction(config, hf_config)
     check_separate(config, hf_config)
     context = int(hf_config["max_position_embeddings"])
