@@ -78,6 +78,8 @@ def job(tmp_path_factory: pytest.TempPathFactory, whole_job: Job) -> Iterator[Jo
                 os.kill(trainer, signal.SIGSTOP)
         job.until(lambda: row_of(run_dir).state is EngineStatus.ABSENT, "a phase without an engine")
         job.kill_all()
+        with closing(Store(f"sqlite:///{run_dir}/store.db")) as store:
+            store.rollouts.discard(2)  # its samples would be kept, and nothing left to hold
         held.hold("train")
         sleep = ["rollout.offload=sleep", "trainer.offload=disk", "reference.offload=memory"]
         job = Job(run_dir, [*COLOCATED, *held.settings, *sleep])

@@ -48,6 +48,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Path]]:
         jobs[-1].until(lambda: (root / "killed" / "checkpoints" / "global_step_2").is_dir(), "a checkpoint")
         jobs[-1].kill_all()
         jobs.append(Job(root / "killed", SETTINGS).start())
+        jobs[-1].until(lambda: "resumed from" in jobs[-1].output.read_text(), "the steps of before forgotten")
         jobs[-1].until(lambda: STEPS - 1 in jobs[-1].steps(), "a step after the kill", poll_s=0.01)
         os.kill(jobs[-1].pid_of("engine"), signal.SIGKILL)
         assert jobs[-1].wait(START_S) == 0, jobs[-1].output.read_text()
