@@ -63,6 +63,13 @@ class Nodes:
                 )
             )
 
+    def start_in(self, networks: Networks, names: Sequence[str], *settings: str) -> None:
+        """Start a supervisor in each namespace, with the variables of torchrun, from a process that has its imports."""
+        for rank, name in enumerate(names):
+            env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank)}
+            env |= {"WORLD_SIZE": str(len(names)), "MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
+            self.start([*networks.inside_python(name, env), "megarl"], *settings, fork=True)
+
     def wait(self, node: int) -> int:
         return self._processes[node].wait(START_S)
 
@@ -160,17 +167,8 @@ def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes)
     networks = Networks(random.SystemRandom().randrange(1, 250), names)
     try:
         networks.make()
-        for rank, name in enumerate(names):
-            env = {
-                "TORCHELASTIC_RUN_ID": "none",
-                "LOCAL_WORLD_SIZE": "1",
-                "RANK": str(rank),
-                "WORLD_SIZE": "3",
-                "MASTER_ADDR": networks.address(0),
-                "MASTER_PORT": "29500",
-            }
-            more = (f"trainer.steps={steps}", "cluster.restarts=2", "cluster.spare_nodes=1", "cluster.heartbeat_s=3")
-            nodes.start([*networks.inside_python(name, env), "megarl"], *more, fork=True)
+        more = (f"trainer.steps={steps}", "cluster.restarts=2", "cluster.spare_nodes=1", "cluster.heartbeat_s=3")
+        nodes.start_in(networks, names, *more)
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         assert "spare nodes: node 2" in nodes.said()
         networks.cut("n1")
@@ -198,11 +196,7 @@ def test_a_node_that_leaves_with_notice_is_done_without(nodes: Nodes) -> None:
     networks = Networks(random.SystemRandom().randrange(1, 250), ["n0", "n1"])
     try:
         networks.make()
-        for rank, name in enumerate(("n0", "n1")):
-            env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "WORLD_SIZE": "2"}
-            env |= {"MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
-            more = ("trainer.steps=8", "cluster.on_notice=go_on")
-            nodes.start([*networks.inside_python(name, env), "megarl"], *more, fork=True)
+        nodes.start_in(networks, ["n0", "n1"], "trainer.steps=8", "cluster.on_notice=go_on")
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         nodes.signal(1, signal.SIGTERM)
         assert [nodes.wait(rank) for rank in range(2)] == [0, 0], nodes.said()
@@ -225,11 +219,7 @@ def test_ranks_on_two_nodes_start_again_alone(nodes: Nodes) -> None:
     networks, nodes.job = Networks(random.SystemRandom().randrange(1, 250), ["n0", "n1"]), ONLINE
     try:
         networks.make()
-        for rank, name in enumerate(("n0", "n1")):
-            env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank), "WORLD_SIZE": "2"}
-            env |= {"MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
-            more = ("trainer.steps=5", "cluster.restarts=1")
-            nodes.start([*networks.inside_python(name, env), "megarl"], *more, fork=True)
+        nodes.start_in(networks, ["n0", "n1"], "trainer.steps=5", "cluster.restarts=1")
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         engine = nodes.pids("megarl.engines.server.server")
         assert "node 1" in nodes.said() and engine
