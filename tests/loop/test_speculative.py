@@ -157,30 +157,6 @@ def test_the_metric_is_of_one_step(engine: RunningEngine, ranks: Ranks, model: P
     assert shares[1:] == [(second.accepted - first.accepted) / (second.drafted - first.drafted), None]
 
 
-CELLS = (
-    Cell("deepseek_v3", TP2, {"tp": 2, **DRAFTING}),
-    Cell("qwen3_moe", TP2, {**EXPERTS, **DRAFTING}),
-    Cell("gemma3_text", TP2, DRAFTING),
-    Cell("qwen2_5_vl", TP2, DRAFTING),
-)
-"""Other forms of engines and attention."""
-
-
-@pytest.mark.slow
-@pytest.mark.soak
-@pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_other_engines(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:
-    prompts = repeating(8, 2)
-    with engine_of(cell, tmp_path, zygote) as (engine, ranks, model):
-        new = perturbed(model, 1)
-        ranks.publish_whole(new)
-        for temperature in (1.0, 0.0):
-            found = engine.generate(prompts, Sampling(max_tokens=24, temperature=temperature, ignore_eos=True))
-            if temperature:
-                assert worst_difference(new, prompts, found) < TOLERANCE
-        assert accepted(engine) > 0
-
-
 PREDICTING = {"speculative": "mtp", "speculative_tokens": 1}
 
 
@@ -221,24 +197,32 @@ def test_draft_layers(tmp_path: Path, zygote: Zygote) -> None:
         ranks.publish_whole(perturbed(new, 2))  # the layers have kept their digests
 
 
-PREDICTION_CELLS = (
+CELLS = (
+    Cell("deepseek_v3", TP2, {"tp": 2, **DRAFTING}),
+    Cell("qwen3_moe", TP2, {**EXPERTS, **DRAFTING}),
+    Cell("gemma3_text", TP2, DRAFTING),
+    Cell("qwen2_5_vl", TP2, DRAFTING),
     Cell("glm4_moe", TP2, {"tp": 2, **PREDICTING, "speculative_tokens": 3}, predicts=True),
     Cell("glm4_moe", TP2, {**EXPERTS, **PREDICTING}, predicts=True),
     Cell("qwen3_5", TP2, PREDICTING, "bfloat16", predicts=True),
     Cell("qwen3_next", TP2, {"tp": 2, **PREDICTING}, "bfloat16", predicts=True),
 )
+"""Other forms of engines, of attention and of drafts."""
+ROUNDED = 0.5
+"""Largest difference of a log-prob in bfloat16; without drafts it was 0.081 and 0.435 for these two families."""
 
 
 @pytest.mark.slow
 @pytest.mark.soak
-@pytest.mark.parametrize("cell", PREDICTION_CELLS, ids=str)
-def test_draft_layers_of_other_engines(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_other_engines(cell: Cell, tmp_path: Path, zygote: Zygote) -> None:
     prompts = repeating(8, 2)
     with engine_of(cell, tmp_path, zygote) as (engine, ranks, model):
-        new = steady(model)
+        new = steady(model) if cell.predicts else perturbed(model, 1)
         ranks.publish_whole(new)
         for temperature in (1.0, 0.0):
             found = engine.generate(prompts, Sampling(max_tokens=24, temperature=temperature, ignore_eos=True))
             if temperature:
-                print("GAP", cell, worst_difference(new, prompts, found))
+                worst = worst_difference(new, prompts, found)
+                assert worst < (TOLERANCE if cell.dtype == "float32" else ROUNDED)
         assert accepted(engine) > 0
