@@ -62,7 +62,7 @@ def of_program(name: str, program: str) -> str:
 
 
 OWN_WORKER = "explorer-"
-"""Beginning of the names of a job's own explorers; those of explore programs begin otherwise."""
+"""Prefix of the names of a job's own explorers; explorers of ``megarl explore`` have another one."""
 
 
 def worker_of(program: str, number: int = 0) -> str:

@@ -33,7 +33,7 @@ class DraftLayers:
         tensors: Local tensor name -> its part of the layout.
         rank: The worker's in the engine.
 
-    Raises WeightSyncError unless the draft model's own tensors are those of the layout.
+    Raises WeightSyncError if the draft model lacks tensors of the layout or has others.
     """
 
     def __init__(

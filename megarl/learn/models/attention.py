@@ -424,7 +424,7 @@ class NormedValueAttention(SelfAttention):  # type: ignore[misc]
 
 
 def share_keys(stage: Any, sizes: ModelSizes) -> None:
-    """Let the layers of a GPTModel that take keys and values take those of ``source_of``.
+    """Hand keys and values of layers of a GPTModel to the later layers that have none, as ``source_of`` says.
 
     The stage has all layers of the model (``reshard.grid.check_grid``), which run in order.
     """

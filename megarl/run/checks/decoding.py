@@ -48,8 +48,8 @@ def check_speculation(config: Config, job: Job) -> None:
 
 
 def _check_draft_layers(config: Config, job: Job) -> None:
-    """Raise ConfigError if an engine's draft layers would not be those of ``model.path``, or are not compared with
-    them."""
+    """Raise ConfigError if an engine's draft layers would lose the values of ``model.path``, or are not compared with
+    that checkpoint."""
     rollout, sync = config.rollout, config.sync
     reasons = {
         "rollout.placement=colocated: its engines free or never read draft layers, and no sync brings these": (

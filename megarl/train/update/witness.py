@@ -124,7 +124,7 @@ class Witness:
         Args:
             sums: Result of ``TrainedModel.backward``.
         """
-        if not self._largest:  # advantages are those of the whole step
+        if not self._largest:  # once a step: updates do not change advantages
             self._largest["check/advantages"] = self._difference_of_advantages()
         counted = float("actor/loss" in sums)  # one rank of each replica
         left = norm_slope(trained)

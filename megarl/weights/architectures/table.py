@@ -410,7 +410,7 @@ def sizes_of_layer(sizes: ModelSizes, layer: int) -> ModelSizes:
 
 @dataclass(frozen=True)
 class PredictionRules:
-    """Number and names of a family's layers of multi-token prediction. Defaults: those of DeepSeek-V3."""
+    """Number and names of a family's layers of multi-token prediction. The defaults fit DeepSeek-V3."""
 
     key: str = "num_nextn_predict_layers"
     """Key of config.json with their number."""

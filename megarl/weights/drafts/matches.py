@@ -192,7 +192,7 @@ def _vllm(draft: Draft) -> dict[str, tuple[Fused, ...]]:
 
 
 def _check(draft: Draft, config: Mapping[str, Any], left: frozenset[Place]) -> None:
-    """Compare the whole draft with the tensors; note what is left over, and what is missing."""
+    """Compare the whole draft with the tensors. Record tensors without a row, and rows without a tensor."""
     sizes = None
     try:
         arch = draft.architecture()
@@ -323,7 +323,7 @@ def _cover(everything: frozenset[Place], fitting: Mapping[str, RowFit]) -> tuple
 
 
 def _groups() -> Iterator[tuple[str, tuple[Param, ...]]]:
-    """Yield groups of rows with their names, largest first, then each row alone: first those of some layers."""
+    """Yield the named groups of rows, largest first. Then yield single rows, rows of all layers last."""
     yield from sorted(ROW_GROUPS.items(), key=lambda group: (-len(group[1]), group[0]))
     alone = [(f"{group}[{i}:{i + 1}]", (row,)) for group, rows in ROW_GROUPS.items() for i, row in enumerate(rows)]
     yield from sorted(alone, key=lambda group: group[1][0].stage is Stage.LAYER)

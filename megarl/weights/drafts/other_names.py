@@ -107,7 +107,7 @@ def _mlp_rows(mlp: Gated, joined: tuple[JoinedTensor, ...]) -> Iterator[Renamed]
 
 
 def placed_norms(stored: Stored, names: Iterable[str], places: Mapping[str, str]) -> Iterator[Renamed]:
-    """Yield rows of norms, by their places in a layer; and of the last norm, if only one tensor can be it.
+    """Yield rows of norms by their places in a layer. Yield the last norm's row if only one tensor can be that norm.
 
     Args:
         names: Tensors without a row.
