@@ -149,7 +149,7 @@ def main() -> None:
     args = parser.parse_args()
     text = page.Text()
     with tempfile.TemporaryDirectory() as folder:
-        settings = (*JOB, f"trainer.steps={(args.kills + 1) * EVERY}")
+        settings = (*JOB, f"trainer.steps={(args.kills + 1) * (EVERY + 1)}")  # a step may end just before its kill
         killed = Killed(Path(folder) / "killed", args.kills)
         killed.run(settings)
         jobs.train(Path(folder) / "whole", settings)

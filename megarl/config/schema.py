@@ -317,6 +317,10 @@ class TrainerConfig:
     remote: str | None = None
     """URL of a folder, as fsspec has it (``s3://bucket/run``, ``file:///mnt/run``), to which finished checkpoints are
     copied beside training. A start takes the newest from there that this machine lacks (docs/checkpoints.md)."""
+    keep_state: Literal["off", "neighbour", "disk"] = "off"
+    """Keep each rank's state after every step, so that a killed rank costs no finished step: ``neighbour`` in the
+    memory of its node and of the next one, ``disk`` on its node's disk (docs/checkpoints.md). It lasts as long as the
+    command."""
     async_checkpoint: bool = True
     """Write checkpoints in a forked process of each rank while training goes on; a checkpoint is finished once all
     ranks have written it. The last checkpoint of a job is always written synchronously."""

@@ -15,6 +15,7 @@ FACE = (
     "processes.gloo_device",
     "processes.heartbeat",
     "processes.machine",
+    "processes.memory_files",
     "processes.secrets",
     "published",
     "schema",

@@ -9,7 +9,7 @@ from pathlib import Path
 from megarl.buffer.order.draws import ExpertRow
 from megarl.buffer.store import Store
 from megarl.config import Config
-from megarl.core.schema import Trajectory
+from megarl.core.schema import Task, Trajectory
 from megarl.learn.algorithms import Algorithm
 from megarl.train.batch.batch import StepBatch
 from megarl.train.batch.images import StepImages
@@ -36,11 +36,14 @@ class StepData:
     images: StepImages | None
     demonstrations: list[ExpertRow] = field(default_factory=list)
     metrics: Metrics = field(default_factory=dict)
+    read: list[tuple[Trajectory, Task]] = field(default_factory=list)
+    """Trajectories with their arrays, and their tasks, that alarms have read for this step."""
 
     def clear(self) -> None:
         """Drop the trajectories: the batch has copied their arrays."""
         self.trajectories.clear()
         self.groups.trajectories.clear()
+        self.read.clear()
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ FACE = (
     "checkpoint.formats.score_files",
     "checkpoint.formats.slices",
     "checkpoint.training.disk_space",
+    "checkpoint.training.kept_state",
     "checkpoint.training.manifest",
     "checkpoint.training.remote_folder",
     "checkpoint.training.state",

@@ -17,8 +17,11 @@ KILLS = 12
 
 @pytest.mark.soak
 @pytest.mark.timeout(KILLS * START_S)
-def test_a_kill_of_a_rank_at_any_moment(tmp_path: Path, whole_job: Job) -> None:
-    settings = [*WHOLE, "trainer.checkpoint_interval=1"]
+@pytest.mark.parametrize(
+    "keeps", [("trainer.checkpoint_interval=1",), ("trainer.checkpoint_interval=100", "trainer.keep_state=disk")]
+)
+def test_a_kill_of_a_rank_at_any_moment(tmp_path: Path, whole_job: Job, keeps: tuple[str, ...]) -> None:
+    settings = [*WHOLE, *keeps]
     with killed_at_random(tmp_path / "run", settings, ("trainer 0", "trainer 1"), KILLS, 1) as (job, done):
         mine, others = items(job.run_dir), items(whole_job.run_dir)
         assert mine.keys() == others.keys()

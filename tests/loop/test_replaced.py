@@ -1,5 +1,6 @@
 """One job loses one of its two explorers in a rollout, its engine in the next one, and the engine that replaced it in
-a sync: it goes on, in its first attempt. Then a trainer rank is killed in a rollout, and its ranks alone start again.
+a sync: it goes on, in its first attempt. Then a trainer rank is killed in a rollout, and its ranks alone start again,
+from the state that the node keeps after each step: there is no checkpoint.
 Everything that it has sampled and trained is what a job has that lost nothing. Its trajectories are an agent's, which
 asks the endpoint once, as the other's own workflow asks the model. Engines that end by order: ``test_cold.py``,
 ``test_scale.py``."""
@@ -46,7 +47,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
     agent.write_text(AGENT)
     by_agent = ["rollout.workflow=agent", f"rollout.agent={agent}", "rollout.explorers=2"]
     held.hold("train")
-    job = Job(folder / "run", [*WHOLE, *by_agent, *held.settings, "cluster.restarts=1"]).start()
+    keeps = ["trainer.keep_state=neighbour", "trainer.checkpoint_interval=100", "cluster.restarts=1"]
+    job = Job(folder / "run", [*WHOLE, *by_agent, *held.settings, *keeps]).start()
     try:
         job.until(lambda: held.holds("train"), "the first step's rollout")
         with job.stopped(*job.trainers()):
@@ -98,6 +100,8 @@ def test_it_ends_and_no_process_but_the_lost_ones_and_the_ranks_was_replaced(job
         and "an engine died in a weight sync" in said
     )
     assert "starting the trainer ranks again from the newest checkpoint (cluster.restarts: 0 left)" in said
+    assert f"resumed from {job.run_dir}/checkpoints/kept/global_step_2" in said
+    assert not (job.run_dir / "checkpoints" / "kept").exists()
     assert job.processes() == {}
 
 

@@ -161,13 +161,14 @@ def test_torchrun_starts_the_supervisors(nodes: Nodes) -> None:
 
 @pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
 def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes) -> None:
-    """A link goes down and nobody is told: a spare takes the node's place; then its link too, and the job ends on the
-    head alone."""
+    """A link goes down and nobody is told: a spare takes the node's place, with the state that the head has kept for
+    it. Then its link goes down too, and the job ends on the head alone, where that state does not fit."""
     names, steps = ["n0", "n1", "n2"], 12
     networks = Networks(random.SystemRandom().randrange(1, 250), names)
     try:
         networks.make()
         more = (f"trainer.steps={steps}", "cluster.restarts=2", "cluster.spare_nodes=1", "cluster.heartbeat_s=3")
+        nodes.job = last_of_each([*DPO, "trainer.checkpoint_interval=100", "trainer.keep_state=neighbour"])
         nodes.start_in(networks, names, *more)
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         assert "spare nodes: node 2" in nodes.said()
@@ -175,6 +176,7 @@ def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes)
         nodes.until(lambda: "spare nodes: none is left" in nodes.said(), "start with the spare")
         before = max(nodes.steps())
         nodes.until(lambda: max(nodes.steps()) > before, "step with the spare")
+        assert f"resumed from {nodes.run_dir}/checkpoints/kept/global_step_" in nodes.said()
         networks.cut("n2")
         assert [nodes.wait(rank) for rank in range(3)] == [0, 1, 1], nodes.said()
     finally:

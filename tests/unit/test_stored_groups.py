@@ -8,7 +8,7 @@ import pytest
 
 from megarl.buffer.order.draws import tasks_of_step
 from megarl.core.schema import Reward, Trajectory
-from megarl.train.parts.stored_groups import lags_of, tasks_in_order, wrong_lags
+from megarl.train.parts.stored_groups import lags_of, tasks_in_order, tokens_of_versions, wrong_lags
 from tests.trajectories import VERSION, one_turn
 
 
@@ -26,7 +26,7 @@ def test_the_order_of_tasks_is_that_of_the_steps(start: int) -> None:
 
 
 def test_lags_are_those_of_the_versions_in_the_store() -> None:
-    tokens = lags_of([answered(0, 1.0)], {str(VERSION): 3}, 4)
+    tokens = lags_of(tokens_of_versions([answered(0, 1.0)]), {str(VERSION): 3}, 4)
     assert tokens == Counter({(str(VERSION), 1): 2})
     assert wrong_lags(tokens, {str(VERSION): 1}, 1) == {}
     assert set(wrong_lags(tokens, {}, 1)) == {"lag"}

@@ -57,6 +57,8 @@ LIMITED = {
     "core/processes/fork.ForkServer.close: self._process.wait": "SIGKILL before it",
     "core/processes/fork.ForkServer.fork: self._requests.recv": "fork.START_S, set for the socket",
     "core/processes/fork.serve: os.waitpid": "a process that only forks another",
+    "core/processes/memory_files.MemoryFiles._serve: self._socket.accept": "the node's supervisor: close() wakes it",
+    "core/processes/memory_files.MemoryFiles._serve: connection.recv": "the socket's timeout",
     "explore/environments/types.Episode.step: self._made.result": "no wait: the environment was made",
     "explore/environments/types.Episode.end: self._made.result": "no wait: the environment was made",
     "explore/environments/harbor_inside.Output.read: select.select": "harbor_inside.WATCH_S",
@@ -95,6 +97,15 @@ LIMITED = {
     "writes; the watchdog ends a stall (cluster.stall_s)",
     "weights/checkpoint/training/save._write_files: counted.put": "a queue without bound",
     "weights/checkpoint/training/save._write_files: results.get": "the same thread has put the result there",
+    **dict.fromkeys(
+        (
+            "weights/checkpoint/training/kept_state.KeptState._exchange: work.wait",
+            "weights/checkpoint/training/kept_state.KeptState._fetch: work.wait",
+            "weights/checkpoint/training/kept_state.KeptState._receive: dist.recv",
+            "weights/checkpoint/training/kept_state.KeptState.settle: self._sending.join",
+        ),
+        "the group's timeout; the watchdog ends a stall (cluster.stall_s)",
+    ),
     "weights/checkpoint/training/writer.Writer.answer: self._pipe.recv": "a result is there, or the writer has died",
     "weights/checkpoint/training/writer._serve: pipe.recv": "the writer's life; it dies with its trainer rank "
     "(die_with)",

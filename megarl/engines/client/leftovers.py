@@ -43,13 +43,7 @@ def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
     (``remove_stale_folders``).
     """
     shared = tempfile.gettempdir()
-    folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=_folder_root())
-    owner = {
-        "run_dir": None if run_dir is None else str(run_dir.resolve()),
-        "pid": os.getpid(),
-        "start": start_ticks(os.getpid()),
-    }
-    Path(folder, OWNER).write_text(json.dumps(owner))
+    folder = str(folder_of_run(run_dir, _folder_root()))
     environment = {"TMPDIR": folder, "VLLM_RPC_BASE_PATH": folder}
     if (
         "TORCHINDUCTOR_CACHE_DIR" not in os.environ
@@ -60,6 +54,18 @@ def own_folder(run_dir: Path | None = None) -> tuple[Path, dict[str, str]]:
             user = f"uid_{os.getuid()}"
         environment["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(shared, f"torchinductor_{user}")
     return Path(folder), environment
+
+
+def folder_of_run(run_dir: Path | None, root: str) -> Path:
+    """Make a folder in ``root`` whose file names the run; ``remove_stale_folders`` finds it in its roots."""
+    folder = tempfile.mkdtemp(prefix=FOLDER_PREFIX, dir=root)
+    owner = {
+        "run_dir": None if run_dir is None else str(run_dir.resolve()),
+        "pid": os.getpid(),
+        "start": start_ticks(os.getpid()),
+    }
+    Path(folder, OWNER).write_text(json.dumps(owner))
+    return Path(folder)
 
 
 def record_segments(folder: Path, segments: Iterable[Path]) -> None:
@@ -88,7 +94,8 @@ def remove_stale_folders(run_dir: Path) -> list[Path]:
     """Remove folders left on this machine by earlier starts of a run, and their recorded shared memory; return the
     folders. Folders used by a living process stay."""
     removed = []
-    for folder in Path(_folder_root()).glob(f"{FOLDER_PREFIX}*"):
+    roots = map(Path, {_folder_root(), tempfile.gettempdir()})
+    for folder in (folder for root in roots for folder in root.glob(f"{FOLDER_PREFIX}*")):
         try:
             owner = json.loads((folder / OWNER).read_text())
             of_run, pid, start = owner["run_dir"] == str(run_dir.resolve()), int(owner["pid"]), owner["start"]

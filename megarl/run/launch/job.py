@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
@@ -63,7 +63,7 @@ from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.run.supervise.trainers import Begun, RankRestarts, Restarts
 from megarl.tasks import source_of
 from megarl.weights.checkpoint.training.disk_space import writing
-from megarl.weights.checkpoint.training.manifest import current_attempt
+from megarl.weights.checkpoint.training.manifest import KEPT, current_attempt, newest_state, read_manifest, steps_of
 from megarl.weights.checkpoint.training.remote_folder import fetch_newer
 from megarl.weights.checkpoint.training.state import latest, read_state
 
@@ -242,6 +242,9 @@ def run_attempts(
         for folder in remove_stale_folders(run_dir):
             log.info("removed %s, which a killed start of this run had left", folder)
         reaper = stack.enter_context(Reaper(lock))
+        if not job.joins:
+            shutil.rmtree(run_dir / "checkpoints" / KEPT, ignore_errors=True)  # of a command that was killed
+            stack.callback(shutil.rmtree, run_dir / "checkpoints" / KEPT, ignore_errors=True)
         here = LocalNode(
             reaper,
             [lock],
@@ -252,6 +255,7 @@ def run_attempts(
             first_port=config.run.port,
             servers=servers,
         )
+        stack.callback(here.end_kept)
         if allocation.nodes > 1:
             here.address, here.interface, here.first_port = allocation.head, health.interface_of(allocation.head), None
         elif not job.is_alone and not is_loopback(here.address):  # programs on other machines connect to it
@@ -344,6 +348,7 @@ def begin_with_engines(config: Config, stop_request: StopRequest, first: int, la
     shutil.rmtree(run_dir / OFFLOAD, ignore_errors=True)  # files of killed ranks
     with closing(Store(config.store.url, outage_s=config.store.outage_s, program=job_of(config).program)) as store:
         store.begin_attempt(attempt, first)
+        _drop_kept(config, run_dir, store)
         _discard_rollouts(config, run_dir, store, claims=False)
         return Begun(attempt, store.journal.last_step())
 
@@ -439,6 +444,7 @@ def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitt
     store.begin_attempt(attempt)
     check_store_of_run(config, run_dir, store)
     store.journal.set_run_id(run_id(run_dir))
+    _drop_kept(fitted, run_dir, store)
     if config.run.mode != "bench":  # a bench keeps its answers, which have one model
         _discard_rollouts(config, run_dir, store, claims=True)
     for split, selected in tasks.items():
@@ -456,10 +462,21 @@ def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitt
     store.close()
 
 
+def _drop_kept(config: Config, run_dir: Path, store: Store) -> None:
+    """Remove the manifests of kept states that an attempt cannot go on from: its grid is another, or the store lacks
+    their steps."""
+    found = latest(run_dir / "checkpoints" / KEPT)
+    if found is None:
+        return
+    made = read_manifest(found).get("made", {})
+    if made.get("parallel") != asdict(config.parallel) or steps_of([found])[0] > store.journal.last_step():
+        shutil.rmtree(found.parent)
+
+
 def _discard_rollouts(config: Config, run_dir: Path, store: Store, *, claims: bool) -> None:
     """Delete groups of earlier attempts that were requested with later weights than the newest checkpoint's; without a
     checkpoint, all groups, as their model and rows may have changed. ``claims`` as in ``Store.rollouts.discard``."""
-    found = latest(run_dir / "checkpoints")
+    found = newest_state(run_dir / "checkpoints")
     # Groups requested ahead have samples and verdicts of the earlier settings.
     changed = any(change.trains() for change in changes_since_last_start(config, run_dir))
     from_step = 0 if found is None else int(read_state(found)["step"])

@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,10 @@ from pathlib import Path
 from typing import Literal, NamedTuple, Protocol, TypeVar, cast, get_args
 
 from megarl.core.errors import ConfigError, JobError
-from megarl.core.jobs import ProcessKind, kind_of
+from megarl.core.jobs import KEEPS, KEPT_IN, ProcessKind, kind_of
 from megarl.core.processes.machine import group_members
-from megarl.engines.client.leftovers import own_folder, record_segments, shared_memory
+from megarl.core.processes.memory_files import MemoryFiles
+from megarl.engines.client.leftovers import folder_of_run, own_folder, record_segments, shared_memory
 from megarl.engines.client.names import KEY_VARIABLE
 from megarl.rewards.pool.host import MIN_KEY
 from megarl.run.nodes import gpu_state
@@ -307,6 +309,8 @@ class LocalNode:
     children: dict[str, Child] = field(default_factory=dict)
     held: dict[str, socket.socket] = field(default_factory=dict)
     """Ports of an attempt's servers, by HOST:PORT."""
+    kept: MemoryFiles | Path | None = None
+    """Files with states of trainer ranks (``trainer.keep_state``); they outlive the ranks."""
 
     @property
     def gpus(self) -> int:
@@ -320,6 +324,11 @@ class LocalNode:
             if spec.listens:
                 ports.hold_in(self.held, spec.listens)
             folder, env = own_folder(self.run_dir) if is_engine else (None, {})
+            if (keep := spec.env.get(KEEPS)) is not None:
+                if self.kept is None:
+                    in_memory = keep == "neighbour"
+                    self.kept = MemoryFiles() if in_memory else folder_of_run(self.run_dir, tempfile.gettempdir())
+                env[KEPT_IN] = self.kept.address if isinstance(self.kept, MemoryFiles) else str(self.kept)
             try:
                 child = Child(
                     spec.name,
@@ -336,7 +345,7 @@ class LocalNode:
         except OSError as error:
             raise JobError(f"{spec.name} cannot be started on {self.name or 'this machine'}: {error}") from error
         child.folder = folder
-        self.reaper.add(child.pid, folder)
+        self.reaper.add(child.pid, self.kept if KEEPS in spec.env and isinstance(self.kept, Path) else folder)
         self.children[spec.name] = child
         if is_engine:
             key = spec.env.get(KEY_VARIABLE) or os.environ.get(KEY_VARIABLE, "")
@@ -363,6 +372,13 @@ class LocalNode:
         for child in children:
             if not group_members(child.pid):
                 self.reaper.forget(child.pid)
+
+    def end_kept(self) -> None:
+        """Remove the states of trainer ranks."""
+        if isinstance(self.kept, MemoryFiles):
+            self.kept.close()
+        else:
+            remove(self.kept)
 
     def note(self, name: str) -> None:
         if (child := self.children.get(name)) is not None:

@@ -152,6 +152,7 @@ def serve(allocation: Allocation, config: Config, key: str) -> int:
                     return _Agent(channel, node, stop_request, _beat_s(config), key).run()
                 finally:
                     node.stop(list(node.children), LOST_GRACE_S)
+                    node.end_kept()
         finally:
             channel.close()
 

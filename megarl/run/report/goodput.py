@@ -32,7 +32,7 @@ CAUSES = {
 }
 """Cause -> meaning, in the order of the table."""
 START_UP = frozenset({"start", "load", "wait_for_engine"})
-SAVING = frozenset({"checkpoint", "export"})
+SAVING = frozenset({"checkpoint", "export", "keep"})
 RANK = "trainer_0"
 _SLACK_S = 1e-3
 """Rounding of recorded times."""

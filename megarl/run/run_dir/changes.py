@@ -52,6 +52,7 @@ FREE = (
             "max_patches_per_micro_batch",
             "micro_batch_size",
             "checkpoint_interval",
+            "keep_state",
             "keep_checkpoints",
             "keep_best",
             "remote",

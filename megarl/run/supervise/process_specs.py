@@ -19,7 +19,7 @@ from megarl.config.derived import context_tokens
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.durable import read_json
-from megarl.core.jobs import ProcessKind, of_program, worker_of
+from megarl.core.jobs import KEEPS, NODE, ProcessKind, of_program, worker_of
 from megarl.core.metrics import TIMELINE
 from megarl.engines.client.names import (
     ADAPTERS,
@@ -389,6 +389,8 @@ def _trainer(attempt: _Attempt, process: Planned) -> _Command:
         "MASTER_PORT": port,
         **_trainer_environment(config),
     }
+    if (keep := config.trainer.keep_state) != "off":
+        env |= {KEEPS: keep, NODE: str(process.node)}
     return _Command(_started(attempt, process), env)
 
 

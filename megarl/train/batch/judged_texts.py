@@ -8,6 +8,8 @@ from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.core.schema import Reward, Task, Trajectory
 from megarl.core.text import opens_thinking
+from megarl.rewards.again import COSTLY
+from megarl.rewards.verdict import NO_VERDICT
 from megarl.tasks import ChatTokenizer
 
 SHAPES = ("format", "repetition", "language")
@@ -30,6 +32,12 @@ class JudgedTexts:
                 context, response = whole.answered()
                 in_thinking = opens_thinking(tokenizer.decode(context, special=True))
                 yield whole, task, tokenizer.decode(response), in_thinking
+
+
+def can_be_asked(one: Trajectory) -> bool:
+    """Return True if a verifier can give a response's verdict again, at little cost."""
+    verifier = one.metadata.get("reward", {}).get("verifier", "")
+    return verifier not in COSTLY and one.cause is None and one.reward.status not in NO_VERDICT
 
 
 def verifier_score(reward: Reward, config: Config) -> float:

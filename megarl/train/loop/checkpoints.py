@@ -20,9 +20,18 @@ from megarl.train.inference.models import Models
 from megarl.train.inference.resumed_facts import facts_of_ranks
 from megarl.train.loop.remote_copies import RemoteCopies
 from megarl.train.ranks import Ranks, Reporter, RunContext, TrainState
+from megarl.weights.checkpoint.training import kept_state
 from megarl.weights.checkpoint.training import state as saving
-from megarl.weights.checkpoint.training.disk_space import free_space, writing
-from megarl.weights.checkpoint.training.manifest import current_attempt, steps_of
+from megarl.weights.checkpoint.training.disk_space import free_space, on_rank_0, writing
+from megarl.weights.checkpoint.training.manifest import (
+    KEPT,
+    SLOTS,
+    complete,
+    current_attempt,
+    remove,
+    steps_of,
+    unfinished_name,
+)
 
 
 class Checkpointer:
@@ -36,6 +45,8 @@ class Checkpointer:
         self._saved: TrainState | None = None
         """State in the newest checkpoint, finished or pending."""
         self._pending: saving.Save | None = None
+        self._kept_bytes = 0
+        """Bytes of this rank's last kept state."""
         self.failed = 0
         """Number of consecutive checkpoints that failed on a full disk."""
         self._copies = RemoteCopies(context, ranks, reporter)
@@ -155,6 +166,42 @@ class Checkpointer:
             if not background:
                 self.settle(wait=True, needed=not interval)
             self._finish_copies(state, interval=interval)
+
+    def keep(
+        self, state: TrainState, models: Models, enter: Callable[[Phase], None], version: WeightsVersion | None,
+        **labels: int,
+    ) -> None:  # fmt: skip
+        """Keep ``state`` on the nodes (``trainer.keep_state``). Without room there, training goes on without it.
+
+        Raises:
+            JobError: the manifest cannot be written, or another attempt has taken over.
+        """
+        with self._reporter.timeline.phase("keep", **labels):
+            enter(Phase.SAVE)
+            kept, fault = kept_state.of_process(), ""
+            try:
+                size = kept.save(state.step, models.parts())
+            except OSError as error:
+                fault = str(error)
+            else:
+                if not self._kept_bytes:
+                    self._reporter.log(f"rank 0 keeps {size:,} bytes of state on its node after each step")
+                self._kept_bytes = size
+            if not self._ranks.agree(not fault):
+                self._reporter.log(f"WARNING: step {state.step}: its state is not kept: {fault or 'no room on a node'}")
+                return
+            made = self._made(state, version, models)
+            target = self._folder(warming_up=False) / KEPT / unfinished_name(state.step, self._context.attempt)
+
+            def write() -> None:
+                self._fence()
+                with writing(target.parent):
+                    remove(target)
+                    for name in models.parts():
+                        (target / name).mkdir(parents=True)
+                    complete(target, asdict(state), made, {}, SLOTS)
+
+            on_rank_0(write)
 
     def _finish_copies(self, state: TrainState, *, interval: bool) -> None:
         """Wait for the copy of a checkpoint that must count on return."""

@@ -99,10 +99,14 @@ class TrainerRank:
         state = replace(state, step=number + 1)
         metrics |= {"training/global_step": float(state.step), "training/attempt": float(self.context.attempt)}
         metrics |= self.memory.metrics() | {"checkpoint/failed": float(self.checkpoints.failed)}
-        if state.step % config.checkpoint_interval == 0 and state.step < config.steps:
+        is_due, keeps = state.step % config.checkpoint_interval == 0, config.keep_state != "off"
+        if (is_due or keeps) and state.step < config.steps:
             # A job killed after this checkpoint resumes after this step: its metrics must be stored before.
             self.reporter.keep(state.step, metrics, used)
-            self.commit(state, version, interval=True, step=number)
+            if keeps:
+                self.checkpoints.keep(state, self.models, self.memory.enter, version, step=number)
+            if is_due:
+                self.commit(state, version, interval=True, step=number)
             metrics["checkpoint/failed"] = float(self.checkpoints.failed)
         return state
 

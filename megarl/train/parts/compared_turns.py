@@ -11,6 +11,7 @@ from megarl.config import Config
 from megarl.core.schema import Task, Trajectory, name_of
 from megarl.tasks import ChatTokenizer
 from megarl.train.batch.batch import StepBatch
+from megarl.train.batch.judged_texts import can_be_asked
 from megarl.train.batch.recorded_lines import Templates, difference, lines_of
 from megarl.train.part import Metrics, Part, StepData
 from megarl.train.ranks import Reporter, RunContext, TrainState
@@ -43,11 +44,18 @@ class ComparedTurns(Part):
         """Alarm -> sequences of the step that have it."""
 
     def before_batch(self, state: TrainState, data: StepData) -> None:
-        """Read trajectories right after other alarms have read some: a query after other work takes ten times as
-        long."""
+        """Take trajectories that ``Verdicts`` has read, except one that it cannot ask for, and read the rest."""
         if not self._number:
             return
-        self._read(spread(data.trajectories, self._number, state.step))
+        read, every = data.read, data.trajectories
+        few = spread([one for one in every if not can_be_asked(one)], 1, state.step) if read else []
+        taken = spread(read, self._number - len(few), state.step)
+        self._whole = {(one.group_id, one.index): one for one, _ in taken}
+        self._tasks = {task.task_id: task for _, task in taken}
+        if left := self._number - len(few) - len(taken):
+            known = self._whole.keys() | {(one.group_id, one.index) for one in few}
+            few += spread([one for one in every if (one.group_id, one.index) not in known], left, state.step)
+        self._read(few)
         if self._config.parallel.dp > 1:
             self._elsewhere = {(each.group_id, each.index): each for each in data.trajectories}
 

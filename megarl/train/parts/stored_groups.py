@@ -11,7 +11,7 @@ import numpy as np
 from megarl.buffer.order.draws import data_seed
 from megarl.buffer.store import Store
 from megarl.config import Config
-from megarl.core.schema import Trajectory
+from megarl.core.schema import Trajectory, WeightsVersion
 from megarl.tasks import sources_of
 from megarl.train.part import Metrics, Part, StepData
 from megarl.train.ranks import Reporter, RunContext, TrainState
@@ -58,8 +58,8 @@ class StoredGroups(Part):
         new = [one for one in data.trajectories if one.group_id not in replayed]
         lags = Counter[tuple[str, int]]()
         if groups.lags is not None:
-            named = {str(span.version) for one in new for turn in one.turns for span in turn.spans}
-            lags = lags_of(new, facts.steps_of_versions(named), state.step)
+            tokens = tokens_of_versions(new)
+            lags = lags_of(tokens, facts.steps_of_versions(tokens), state.step)
         given = {str(version): lag for version, lag in (groups.lags or {}).items()}
         self._found |= wrong_lags(lags, given, config.sync.max_staleness)
         self._compare_order(state, [row.task_id for row in rows if row.rollout_id == rollout_id(state.step)])
@@ -130,14 +130,19 @@ def _permutation(size: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(size)
 
 
-def lags_of(trajectories: Sequence[Trajectory], steps: Mapping[str, int], step: int) -> Counter[tuple[str, int]]:
-    """Return (version, lag) -> tokens, for versions with known steps."""
-    tokens: Counter[tuple[str, int]] = Counter()
+def tokens_of_versions(trajectories: Sequence[Trajectory]) -> Counter[str]:
+    """Return version -> tokens sampled with it."""
+    tokens: Counter[WeightsVersion] = Counter()
     for one in trajectories:
-        for span in (span for turn in one.turns for span in turn.spans):
-            if (of_version := steps.get(str(span.version))) is not None:
-                tokens[str(span.version), step - of_version] += span.end - span.start
-    return tokens
+        for turn in one.turns:
+            for span in turn.spans:
+                tokens[span.version] += span.end - span.start
+    return Counter({str(version): number for version, number in tokens.items()})
+
+
+def lags_of(tokens: Mapping[str, int], steps: Mapping[str, int], step: int) -> Counter[tuple[str, int]]:
+    """Return (version, lag) -> tokens, for versions with known steps."""
+    return Counter({(name, step - steps[name]): number for name, number in tokens.items() if name in steps})
 
 
 def wrong_lags(tokens: Counter[tuple[str, int]], given: Mapping[str, int], most: int) -> dict[str, str]:

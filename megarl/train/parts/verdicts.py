@@ -13,10 +13,10 @@ from megarl.buffer.store import Store
 from megarl.config import Config
 from megarl.config.rewards import RewardConfig
 from megarl.core.schema import Reward, Task, TokenBounds, Trajectory, name_of
-from megarl.rewards.again import COSTLY, SecondVerifier
+from megarl.rewards.again import SecondVerifier
 from megarl.rewards.verdict import NO_VERDICT, format_reward, language_consistency, language_of, repetition_penalty
 from megarl.rewards.wrong_answers import WrongAnswer, accepted, wrong_answers
-from megarl.train.batch.judged_texts import JudgedTexts, verifier_score
+from megarl.train.batch.judged_texts import JudgedTexts, can_be_asked, verifier_score
 from megarl.train.part import Metrics, Part, StepData
 from megarl.train.ranks import Reporter, RunContext, TrainState
 
@@ -65,6 +65,7 @@ class Verdicts(Part):
             tasks = self._store.facts.tasks({one.task_id for one in chosen})
             self._ask_wrong([tasks[name] for name in sorted(tasks)])
         for one, task, text, in_thinking in self._texts.of(chosen):
+            data.read.append((one, task))
             if (number := self._again.ask(task, text, in_thinking=in_thinking)) is not None:
                 self._open[number] = one, task, text, in_thinking
 
@@ -117,13 +118,7 @@ HINT = {
 def choice(trajectories: Sequence[Trajectory], number: int, random: np.random.Generator) -> list[Trajectory]:
     """Choose responses whose verdict may be asked for again: first equal ones with unequal verdicts, then half of the
     others from those with the highest scores, which are few at first and matter most."""
-    known = [
-        one
-        for one in trajectories
-        if one.metadata.get("reward", {}).get("verifier", "") not in COSTLY
-        and one.cause is None
-        and one.reward.status not in NO_VERDICT
-    ]
+    known = [one for one in trajectories if can_be_asked(one)]
     of_tasks: dict[str, set[str]] = {}
     for one in known:
         of_tasks.setdefault(one.task_id, set()).add(one.reward.status)

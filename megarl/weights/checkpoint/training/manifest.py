@@ -31,6 +31,10 @@ LATEST = "latest_checkpointed_iteration.txt"
 EXPORTED_STEP = "hf_step"
 """File in a run's directory with the step of the weights in ``hf/``."""
 PREFIX = "global_step_"
+KEPT = "kept"
+"""Folder beside the checkpoints with the manifests of states that nodes keep (``trainer.keep_state``)."""
+SLOTS = 2
+"""States of a rank that its node keeps: the newest one, and the one that is written."""
 MANIFEST = "state.json"
 PIECE = 1 << 22
 """Bytes of a file read and hashed at a time."""
@@ -86,6 +90,18 @@ def _attempt_of(unfinished: Path) -> int:
 def latest(folder: Path) -> Path | None:
     """Newest finished checkpoint of ``folder``, or ``None``."""
     return next(reversed(finished(folder)), None)
+
+
+def newest_state(folder: Path) -> Path | None:
+    """Newest finished checkpoint of ``folder``, or the manifest of a later state that nodes keep; ``None`` without
+    any."""
+    both = [found for found in (latest(folder), latest(folder / KEPT)) if found is not None]
+    return max(both, key=lambda path: steps_of([path])) if both else None
+
+
+def is_kept(checkpoint: Path) -> bool:
+    """True for the manifest of a state that nodes keep."""
+    return checkpoint.parent.name == KEPT
 
 
 def exported_step(run_dir: Path) -> int | None:

@@ -13,13 +13,15 @@ import torch.distributed as dist
 
 from megarl.core.errors import CheckpointError, first_of
 from megarl.core.processes.machine import is_out_of_memory
-from megarl.weights.checkpoint.training import rank_state
+from megarl.weights.checkpoint.training import kept_state, rank_state
 from megarl.weights.checkpoint.training.disk_space import on_rank_0
 from megarl.weights.checkpoint.training.manifest import (
     LATEST,
     PREFIX,
     finished,
+    is_kept,
     latest,
+    newest_state,
     prune,
     read_manifest,
     read_state,
@@ -64,11 +66,11 @@ __all__ = [
 
 
 def newest(*folders: Path) -> Path | None:
-    """Newest finished checkpoint of the first folder that has one, as found by rank 0. Every rank calls it.
+    """Newest state of the first folder that has one, as found by rank 0. Every rank calls it.
 
     A network file system may list different names on each node.
     """
-    return on_rank_0(lambda: next((found for folder in folders if (found := latest(folder)) is not None), None))
+    return on_rank_0(lambda: next((found for folder in folders if (found := newest_state(folder)) is not None), None))
 
 
 def manifest_of(checkpoint: Path) -> dict[str, Any]:
@@ -81,7 +83,11 @@ def load(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) -> None:
 
     Raises:
         CheckpointError: the checkpoint is unreadable; a part or tensor is missing or misshapen.
+        JobError: as ``KeptState.load``.
     """
+    if is_kept(checkpoint):
+        kept_state.of_process().load(checkpoint, parts)
+        return
     try:
         _load_parts(checkpoint, parts)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
@@ -153,6 +159,9 @@ def put_random_states(checkpoint: Path, parts: Mapping[str, CheckpointedModel]) 
     Returns:
         False if a grid differs from the saving one or has no saved states; its generators then keep their seed.
     """
+    if is_kept(checkpoint):
+        kept_state.of_process().put_random_states(checkpoint, parts)
+        return True
     path = checkpoint / rng_file(dist.get_rank())
     if not path.is_file():
         return False

@@ -32,8 +32,8 @@ ALIGNMENT = 64
 """Alignment of tensors in bytes."""
 
 
-class _Place(NamedTuple):
-    """Location of one tensor in the shared memory."""
+class MemoryPlace(NamedTuple):
+    """Location of one tensor in shared memory."""
 
     start: int
     shape: tuple[int, ...]
@@ -49,6 +49,15 @@ class _Place(NamedTuple):
             .view(self.dtype)
             .view(self.shape)
         )
+
+
+def places_of(tensors: Sequence[torch.Tensor]) -> tuple[list[MemoryPlace], int]:
+    """Return the places of tensors, one after the other, and their bytes together."""
+    places, start = list[MemoryPlace](), 0
+    for tensor in tensors:
+        places.append(MemoryPlace(start, tuple(tensor.shape), tensor.dtype))
+        start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return places, start
 
 
 class PendingWrite(Generic[T]):
@@ -112,15 +121,12 @@ class Writer:
         ``work`` must not use a GPU or process group. If the child cannot start, the returned task raises the error.
         """
         assert not self._busy, "the one before it has not been asked for its result"
-        places, start = [], 0
-        for tensor in tensors:
-            places.append(_Place(start, tuple(tensor.shape), tensor.dtype))
-            start += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        places, size = places_of(tensors)
         try:
-            self._grow(start)
+            self._grow(size)
         except OSError as error:
             return PendingWrite(
-                self, RuntimeError(f"no memory for a copy of {start:,} bytes to write it from ({error.strerror})")
+                self, RuntimeError(f"no memory for a copy of {size:,} bytes to write it from ({error.strerror})")
             )
         for place, tensor in zip(places, tensors, strict=True):
             place.within(self._memory).copy_(tensor)
