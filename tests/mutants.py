@@ -54,6 +54,17 @@ MUTANTS = (
            "published or self.publish(state)", "self.publish(state)", "unit/test_course.py"),
     Mutant("a step samples with the weights of the step before", "train/step.py",
            "        self.evaluated = None\n        if self.rank", "        if self.rank", "unit/test_course.py"),
+    # states that nodes keep
+    Mutant("a kept state loses the number of updates", "weights/checkpoint/training/kept_state.py",
+           'group["step"] = step', "pass", "parallel/test_kept_state.py"),
+    Mutant("a kept state loses the moments", "weights/checkpoint/training/kept_state.py",
+           "                if name in tensors:\n", "                if name in tensors and 'exp_avg' not in name:\n",
+           "parallel/test_kept_state.py"),
+    Mutant("a kept state has the slot of the one before", "weights/checkpoint/training/kept_state.py",
+           "{step % SLOTS}", "{0}", "parallel/test_kept_state.py"),
+    Mutant("a rank keeps the copy of its own state", "weights/checkpoint/training/kept_state.py",
+           "there = ranks[order[(order.index(node) + 1) % len(order)]]", "there = ranks[node]",
+           "parallel/test_kept_state.py"),
     # advantages and losses
     Mutant("the standard deviation is not divided by", "learn/algorithms/group_relative.py",
            "STD_EPSILON if divide else 1.0", "STD_EPSILON if not divide else 1.0",

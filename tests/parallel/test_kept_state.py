@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ PAIRS = [
 FOURS = [("moe", ParallelConfig(tp=2, dp=2, ep=2, etp=1, sequence_parallel=True), "float32")]
 
 
-def kept(rank: int, root: str, case: Any, lost: list[int]) -> tuple[bool, str, str]:
+def kept(rank: int, root: str, case: Any, lost: list[int]) -> tuple[bool, str, str, list[int]]:
     """Runs in each rank, of two nodes: (steps after a resume have the same bits; errors of a second resume without any
-    copy, and on another model)."""
+    copy, and on another model; steps of the rank's states on its node)."""
     import torch.distributed as dist
 
     from megarl.weights.checkpoint.training.kept_state import KeptState
@@ -47,6 +48,7 @@ def kept(rank: int, root: str, case: Any, lost: list[int]) -> tuple[bool, str, s
     sft_steps(actor, range(3, 5), lr=LR)
     wanted = bits(actor)
     states.settle()
+    held = sorted(json.loads(path.read_text())["step"] for path in folder.glob(f"rank_{rank}.*.json"))
     dist.barrier()
     if node in lost and rank in (0, dist.get_world_size() // 2):
         shutil.rmtree(folder)
@@ -72,8 +74,8 @@ def kept(rank: int, root: str, case: Any, lost: list[int]) -> tuple[bool, str, s
     try:
         KeptState(str(folder), node).load(checkpoint, parts(actor))
     except JobError as error:
-        return same, str(error), other
-    return same, "", other
+        return same, str(error), other, held
+    return same, "", other, held
 
 
 def bits(actor: Any) -> list[torch.Tensor]:
@@ -90,8 +92,9 @@ def test_steps_after_a_kept_state_have_the_same_bits(
     tmp_path: Path, world: int, case: tuple[str, ParallelConfig, str], lost: list[int]
 ) -> None:
     save_tiny_qwen3(tmp_path / "qwen3") if case[0] == "qwen3" else save("qwen3_moe", tmp_path / "moe")
-    for same, error, other in run_grid(world, kept, str(tmp_path), case, lost):
+    for same, error, other, held in run_grid(world, kept, str(tmp_path), case, lost):
         assert same
+        assert held == [1, 2], "one is whole while the other is written"
         assert "is on no node any more" in error
         assert "has the state of another grid or model: critic/0/" in other
     assert not (tmp_path / "kept" / "global_step_2").exists()
