@@ -121,7 +121,7 @@ def world(grid: str) -> int:
 
 def cuts(family: str, grid: str) -> list[str]:
     """One in turn: every family and every grid meets both. ``make soak`` takes both everywhere."""
-    turn = CONVERTED.index(family) + CONVERTED.index(family) // 4 + loads(family).index(grid)
+    turn = CONVERTED.index(family) // 3 + loads(family).index(grid)
     return list(CUTS) if SOAK else [list(CUTS)[turn % 2]]
 
 
