@@ -1,7 +1,7 @@
 """What the engines themselves hold on a rank, without the other ranks.
 
-``python -m tests.unit.reshard_engines ENGINE[,ENGINE]...`` prints a line of JSON for each case: the engine, the case and
-how the oracle differs from it. Engines of one word have a process; all are forked from this one, which imports torch.
+``python -m tests.unit.reshard_engines ENGINE[,ENGINE]...`` prints a line of JSON for each case: the engine, the case
+and how the oracle differs from it. Engines of one word share a process, which is forked from this one.
 
 - ``megatron``: real GPTModels over torch's fake process group; their names, shapes, layer and expert numbers.
 - ``checkpoint``: the values that they save.

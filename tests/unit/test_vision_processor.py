@@ -114,9 +114,7 @@ for family, path in json.loads(sys.argv[1]).items():
 def test_a_processor_is_made_without_torchvision_and_twice_is_once(tmp_path: Path) -> None:
     """In processes of their own: others here may have made it work."""
     models = {family: str(save_qwen_processor(tmp_path / family, family)) for family in QWEN}
-    done = subprocess.run(
-        [sys.executable, "-c", MAKE, json.dumps(models)], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run([sys.executable, "-c", MAKE, json.dumps(models)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
     assert found == [[family, QWEN[family][2].__name__, [56, 84], False] for family in QWEN]
