@@ -88,8 +88,11 @@ ALL = [
 
 
 def in_every_run(case: Case) -> bool:
-    """Grids of four ranks meet one layout in turn, as every grid does of a recomputed layer, bfloat16 and YaRN. Families
-    that differ in their rotation alone meet one grid (all are on one rank in test_families.py). ``make soak`` has all."""
+    """Grids of four ranks meet one layout in turn, as all grids do of a recomputed layer, bfloat16 and YaRN.
+
+    Families that differ in their rotation alone meet one grid; all are on one rank in test_families.py. ``make soak``
+    has all.
+    """
     if case.model in OTHERS:  # a part of each head rotates, or no head of some layers
         return case in (
             Case("cp2", True, "glm4_moe"),
