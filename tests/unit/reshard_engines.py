@@ -455,7 +455,7 @@ if __name__ == "__main__":
             try:
                 for engine in engines.split(","):
                     for line in {"megatron": megatron, "checkpoint": checkpoint, "vllm": vllm}[engine]():
-                        print(json.dumps([engine, *line]), flush=True)
+                        os.write(1, f"{json.dumps([engine, *line])}\n".encode())  # at once: others write there too
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
