@@ -23,13 +23,7 @@ BOUND_S = 30.0
 pytestmark = pytest.mark.timeout(3 * START_S)
 MIX = ("algorithm=mix", "algorithm.group_size=8", "algorithm.expert_ratio=0.2", "parallel=cp2")
 """No other job has expert rows, or context parallelism."""
-STEPS, WARM_START = 6, 60
-COMMAND = (
-    *MIX,
-    f"trainer.steps={STEPS}",
-    f"trainer.warm_start.steps={WARM_START}",
-    "trainer.warm_start.checkpoint_interval=10",
-)
+COMMAND = (*MIX, "trainer.steps=8", "trainer.warm_start.steps=120", "trainer.warm_start.checkpoint_interval=10")
 ENDLESS = (*MIX, "trainer.steps=100000")
 Start = Callable[..., Job]
 
@@ -99,7 +93,7 @@ def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> N
     saved = latest(run_dir / "checkpoints" / "warm_start")
     job = training(start(*COMMAND))
     assert f"resumed from {saved}" in job.output.read_text()
-    assert warm_start_steps(run_dir) == list(range(1, WARM_START + 1))
+    assert warm_start_steps(run_dir) == list(range(1, 121))
     assert not (run_dir / "checkpoints" / "warm_start").exists()
     job.signal(signal.SIGINT)
     job.wait(START_S)
@@ -107,22 +101,22 @@ def test_interrupted_job_resumes_without_a_gap(start: Start, run_dir: Path) -> N
     job.until_gone(BOUND_S)
     assert "run the same command again to resume" in job.output.read_text()
     done = finished_checkpoint(run_dir)
-    assert 1 <= done < STEPS
+    assert 1 <= done < 8
     assert job.steps() == list(range(1, done + 1))
 
     again = start(*COMMAND)
     assert again.wait(START_S) == 0, again.output.read_text()
     again.until_gone(BOUND_S)
     assert f"resumed from {run_dir}/checkpoints/global_step_{done}" in again.output.read_text()
-    assert finished_checkpoint(run_dir) == STEPS
-    assert again.steps() == list(range(1, STEPS + 1))
+    assert finished_checkpoint(run_dir) == 8
+    assert again.steps() == list(range(1, 9))
     steps = [json.loads(str(text)) for (text,) in again.query("select metrics from steps order by step")]
-    assert [found["training/attempt"] for found in steps] == [2] * done + [3] * (STEPS - done)
+    assert [found["training/attempt"] for found in steps] == [2] * done + [3] * (8 - done)
     assert all({"actor/pg_loss", "actor/sft_loss"} <= found.keys() and found["actor/grad_norm"] > 0 for found in steps)
-    rollouts = [f"train-{step:06d}" for step in range(STEPS)]
+    rollouts = [f"train-{step:06d}" for step in range(8)]
     asked = again.query("select rollout_id, version from rollouts where kind = 'train' order by step")
     assert [rollout for rollout, _ in asked] == rollouts
-    assert len({version for _, version in asked}) == STEPS
+    assert len({version for _, version in asked}) == 8
     sources = again.query("select number, count(*) from experts group by number")
     assert len(sources) == 1 and sources[0][1] > 0, "one import, which no later start has repeated"
 
