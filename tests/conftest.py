@@ -18,6 +18,10 @@ if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="megarl-compiled-")
     atexit.register(shutil.rmtree, os.environ["TORCHINDUCTOR_CACHE_DIR"], True)
 
+# An OpenMP thread that waits for another spins, which on a busy machine took a hundred times the operation's CPU time:
+# 2.9 ms in place of 0.03 for ``exp`` of 60,000 numbers on two threads.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 # No time is a test, as a machine may be busy; and how many draws fit a strategy at first is chance.
 settings.register_profile(
     "tests", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]

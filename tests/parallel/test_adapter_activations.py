@@ -77,7 +77,7 @@ def test_adapters_keep_what_they_are_estimated_to(tmp_path: Path) -> None:
     from megarl.weights.checkpoint.formats import hf
 
     for family in {family for family, _ in CASES}:
-        save(family, tmp_path / family)
+        save(family, tmp_path / family, num_hidden_layers=2)
     ranks = run_grid(2, kept_bytes, str(tmp_path))
     for number, (family, parallel) in enumerate(CASES):
         hf_config = hf.read_hf_config(tmp_path / family)

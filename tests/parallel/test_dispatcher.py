@@ -74,8 +74,8 @@ class Found:
         return logp, (sum(float((a - b).square().sum()) for a, b in pairs) / size) ** 0.5
 
 
-def update(path: Path, parallel: ParallelConfig, model: ModelConfig, *, replayed: bool) -> Found:
-    """Log-probs and gradients of a supervised update; ``replayed``: with random experts."""
+def update(path: Path, parallel: ParallelConfig, model: ModelConfig, *, replayed: bool, rows: int = 24) -> Found:
+    """Log-probs and gradients of a supervised update of some rows; ``replayed``: with random experts."""
     from megarl.learn import algorithms
     from megarl.learn.models.gpt import unwrap
     from megarl.learn.training import objectives
@@ -88,7 +88,7 @@ def update(path: Path, parallel: ParallelConfig, model: ModelConfig, *, replayed
     hf_config = hf.read_hf_config(path)
     actor = TrainedModel(hf_config, replace(model, path=str(path)), parallel, Head(VOCAB), limits, OptimizerConfig())
     actor.model.load_hf(path)
-    sequences = random_sequences(5, 24, VOCAB)
+    sequences = random_sequences(5, rows, VOCAB)
     if replayed:
         pattern = [layer for layer in range(4) if layer >= int(hf_config.get("first_k_dense_replace", 0))]
         random = torch.rand(len(sequences.tokens), len(pattern), 8, generator=torch.Generator().manual_seed(3))
@@ -149,13 +149,15 @@ def on_grids(
     from megarl.learn.parallel import process_groups
 
     use_twins()
-    found = {}
+    found, rows = {}, 24 if {*kinds} & {*BFLOAT16} else 12  # what bfloat16 loses is a mean over many tokens
     for grid, family in cells:
         parallel = GRIDS[grid]
         process_groups.initialize(parallel, seed=1)
         for replayed in (False, True):
             for kind in kinds if parallel.ep > 1 else [kind for kind in kinds if kind != "deepep"]:
-                found[grid, replayed, kind] = update(Path(root) / family, parallel, MODELS[kind], replayed=replayed)
+                found[grid, replayed, kind] = update(
+                    Path(root) / family, parallel, MODELS[kind], replayed=replayed, rows=rows
+                )
         torch.distributed.barrier()
         parallel_state.destroy_model_parallel()
     return found

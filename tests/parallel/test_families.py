@@ -57,7 +57,7 @@ CASES = [case for case in CASES if case not in REFUSED]
 CASES += [(name, "tp1") for name in SHORT]
 ALL_GRIDS = GRIDS | EXPERT_GRIDS
 TURNS = (
-    ("tp2-sp", "tp4-sp"),
+    ("tp2-sp", "tp4-sp", "tp2-sp"),
     ("tp2", "pp2", "pp2-vpp2", "pp1+3", "tp2pp2", "pp3+1"),
     ("ep2", "tp2ep2", "tp2-etp1"),
     ("tp2dp2ep2-etp2", "tp2pp2ep2"),
@@ -69,7 +69,7 @@ all."""
 def in_every_run(family: str, grid: str) -> bool:
     turn = list(FAMILIES).index(family) if family in FAMILIES else 0
     if family in ALIKE:
-        return grid == ("tp2-sp", "tp2pp2ep2" if family in MOE else "pp2")[turn % 2]
+        return grid == ("tp2-sp", "tp2ep2" if family in MOE else "pp2")[turn % 2]
     return all(grid not in some or some[turn % len(some)] == grid for some in TURNS)
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,39 +160,68 @@ def train_beside_it(rank: int, path: str, without: str | None) -> tuple[str, str
     return taken, optimizers(rank, "cpu"), steps
 
 
-@pytest.fixture
-def apex(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def apex(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder with an ``apex`` and its ``amp_C``: names that Megatron's optimizer imports, none of which computes."""
+    folder = tmp_path_factory.mktemp("apex")
     for package in ("optimizers", "multi_tensor_apply"):
-        (tmp_path / "apex" / package).mkdir(parents=True)
-    (tmp_path / "apex" / "__init__.py").touch()
-    (tmp_path / "apex" / "optimizers" / "__init__.py").write_text(
+        (folder / "apex" / package).mkdir(parents=True)
+    (folder / "apex" / "__init__.py").touch()
+    (folder / "apex" / "optimizers" / "__init__.py").write_text(
         "import torch\n"
         "class FusedAdam(torch.optim.AdamW):\n"
         "    def __init__(self, *args, adam_w_mode, **kwargs): super().__init__(*args, **kwargs)\n"
         "    def step(self, closure=None): raise RuntimeError('CUDA error: FusedAdam')\n"
         "class FusedSGD(torch.optim.SGD): pass\n"
     )
-    (tmp_path / "apex" / "multi_tensor_apply" / "__init__.py").write_text(
+    (folder / "apex" / "multi_tensor_apply" / "__init__.py").write_text(
         "def multi_tensor_applier(op, *args): return op(1, *args)\n"
     )
-    (tmp_path / "amp_C.py").write_text(
+    (folder / "amp_C.py").write_text(
         "def multi_tensor_l2norm(*args): raise RuntimeError('CUDA error: l2norm')\n"
         "def multi_tensor_scale(*args): raise RuntimeError('CUDA error: scale')\n"
     )
-    return tmp_path
+    return folder
 
 
-@pytest.fixture
-def beside_apex(apex: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Run a function on the one rank of a CPU, in a new process that finds the package."""
+def apart(rank: int, calls: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Result or traceback of each call, in a fork of this process that Megatron has been imported in."""
+    import megatron.core.optimizer
+    import megatron.core.transformer.multi_latent_attention  # noqa: F401  before CUDA seems to be there
 
-    def run(function: Callable[..., Any], *args: Any) -> Any:
-        monkeypatch.syspath_prepend(str(apex))
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-        return run_grid(1, function, *args, gpus=True)[0]  # a fork would have imported Megatron before
+    import megarl.learn.training.model  # noqa: F401
 
-    return run
+    found = []
+    for function, arguments in calls:
+        read, write = os.pipe()
+        if (pid := os.fork()) == 0:
+            try:
+                result = function(rank, *arguments)
+            except BaseException:
+                result = traceback.format_exc()
+            with open(write, "wb") as output:
+                pickle.dump(result, output)
+            os._exit(0)
+        os.close(write)
+        with open(read, "rb") as given:
+            found.append(pickle.load(given))
+        os.waitpid(pid, 0)
+    return found
+
+
+POINTS = ("_fused_layout_adam", "_local_implementations")
+
+
+@pytest.fixture(scope="module")
+def beside_apex(apex: Path, model: str) -> dict[str, Any]:
+    """What functions give on the one rank of a CPU, in new processes that find the package."""
+    calls: dict[str, Any] = {"on a gpu": (optimizers, ("gpu",))}
+    calls |= {point or "trained": (train_beside_it, (model, point)) for point in (None, *POINTS)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(apex))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")
+        [found] = run_grid(1, apart, [*calls.values()], gpus=True)  # a fork would have imported Megatron before
+    return dict(zip(calls, found, strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -197,8 +229,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_qwen3(tmp_path_factory.mktemp("qwen3")))
 
 
-def test_on_a_gpu_an_installed_fused_adam_is_left_alone(beside_apex: Callable[..., Any]) -> None:
-    assert beside_apex(optimizers, "gpu") == f"{FUSED}.FusedAdam False True"
+def test_on_a_gpu_an_installed_fused_adam_is_left_alone(beside_apex: dict[str, Any]) -> None:
+    assert beside_apex["on a gpu"] == f"{FUSED}.FusedAdam False True"
 
 
 @pytest.mark.skipif(HAVE_TE, reason="TransformerEngine is installed")
@@ -207,19 +239,18 @@ def test_without_one_ours_takes_its_place(device: str) -> None:
     assert run_grid(1, optimizers, device) == [OURS]
 
 
-def test_a_cpu_trains_beside_an_installed_package(model: str, beside_apex: Callable[..., Any]) -> None:
+def test_a_cpu_trains_beside_an_installed_package(model: str, beside_apex: dict[str, Any]) -> None:
     """Bit for bit as without it."""
     expected = run_grid(1, train, model, ParallelConfig(), "float32", None)[0]
-    taken, adam, found = beside_apex(train_beside_it, model, None)
+    taken, adam, found = beside_apex["trained"]
     assert taken != "megatron.core.utils", "the package was not found"
     assert adam == OURS
     assert found == expected
 
 
-@pytest.mark.parametrize("point", ["_fused_layout_adam", "_local_implementations"])
-def test_each_point_is_needed_there(model: str, beside_apex: Callable[..., Any], point: str) -> None:
-    with pytest.raises(AssertionError, match="CUDA error"):
-        beside_apex(train_beside_it, model, point)
+@pytest.mark.parametrize("point", POINTS)
+def test_each_point_is_needed_there(beside_apex: dict[str, Any], point: str) -> None:
+    assert "CUDA error" in beside_apex[point]
 
 
 def logits_and_gradients(rank: int, path: str) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:

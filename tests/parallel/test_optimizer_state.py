@@ -128,7 +128,7 @@ def measured(rank: int, folder: str, dp: int) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("dp", [2, 4])
+@pytest.mark.parametrize("dp", [pytest.param(2, marks=pytest.mark.soak), 4])
 def test_a_checkpoint_takes_a_share_of_the_optimizers_memory(tmp_path: Path, dp: int) -> None:
     """Gathered on every rank it would be three times the float32 parameters, and the buffers of a gather."""
     save("qwen3", tmp_path / "model", hidden_size=512, intermediate_size=1536, num_hidden_layers=4)

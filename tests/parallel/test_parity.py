@@ -25,12 +25,29 @@ from tests.parallel.parity import (
     measure,
     measure_world,
     prepare,
+    worlds,
 )
 from tests.parallel.several import OBJECTIVES, TRAJECTORY, several
 
 pytestmark = pytest.mark.timeout(900)
-"""The first test of each grid waits for all its cells."""
+"""The first test of each batch waits for all its cells."""
 MEASURED = [cell for cell in CELLS if SOAK or in_every_run(cell)]
+BATCH = 24
+"""Most cells of several grids that one set of processes measures. To start them costs more than a tiny model does, and
+the first test of a batch waits for all of it."""
+
+
+def batches() -> list[list[Cell]]:
+    """Cells that are measured together: those of some grids of one world."""
+    found: list[list[Cell]] = []
+    for world in worlds(MEASURED):
+        found.append([])
+        for grid in (name for name, parallel in ALL_GRIDS.items() if parallel.world_size == world):
+            cells = [cell for cell in MEASURED if cell.grid == grid]
+            if found[-1] and len(found[-1]) + len(cells) > BATCH:
+                found.append([])
+            found[-1] += cells
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +60,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def errors_of(root: Path) -> Callable[[Cell], Errors]:
-    """Errors of a cell; all cells of one grid are measured together, when the first is asked for."""
+    """Errors of a cell; all cells of its batch are measured together, when the first is asked for."""
     found: dict[Cell, Errors] = {}
+    together = batches()
 
     def of(cell: Cell) -> Errors:
         if cell not in found:
-            of_grid = [other for other in MEASURED if other.grid == cell.grid]
-            found.update(measure_world(root, ALL_GRIDS[cell.grid].world_size, of_grid))
+            (batch,) = (cells for cells in together if cell in cells)
+            found.update(measure_world(root, ALL_GRIDS[cell.grid].world_size, batch))
         return found[cell]
 
     return of

@@ -53,8 +53,9 @@ FAMILIES = ("qwen3_moe", "qwen3_moe_mixed", "deepseek_v3", "mixtral", "ernie4_5_
 
 
 def families_of(case: Case, soak: bool) -> tuple[str, ...]:
-    """Every second of them, in turn among the grids; ``make soak`` has the others."""
-    return FAMILIES[(CASES.index(case) + soak) % 2 :: 2]
+    """Every third of them, in turn among the grids; ``make soak`` has the others."""
+    mine = FAMILIES[CASES.index(case) % 3 :: 3]
+    return tuple(family for family in FAMILIES if family not in mine) if soak else mine
 
 
 def chosen_of(gate: Any) -> list[torch.Tensor]:

@@ -20,6 +20,7 @@ from megarl.config.schema import (
     RewardModelConfig,
     TrainerConfig,
 )
+from tests.conftest import SOAK
 from tests.parallel.families import save
 from tests.parallel.grid import run_grid
 from tests.parallel.test_value_head import hf_classifier
@@ -86,9 +87,12 @@ CASES: dict[int, list[Case]] = {
 HEADS = "lm", "score"
 
 
-def heads(model: str) -> tuple[str, ...]:
-    """Heads that there are of a model."""
-    return HEADS[:1] if any(part in model for part in LM_ALONE) else HEADS
+def heads(case: Case) -> tuple[str, ...]:
+    """Heads that there are of a case's model; ``make soak`` has both, every run one in turn of models with both."""
+    if any(part in case[0] for part in LM_ALONE):
+        return HEADS[:1]
+    turn = CASES[case[1].world_size].index(case) % 2
+    return HEADS if SOAK else HEADS[turn : turn + 1]
 
 
 def folder_of(case: Case, folder: Path) -> Path:
@@ -133,7 +137,7 @@ def on_grids(rank: int, folder: str, cases: list[Case]) -> list[dict[str, int]]:
     found = []
     for case in cases:
         process_groups.initialize(case[1], seed=1)
-        for head in heads(case[0]):
+        for head in heads(case):
             for trained in (False, True):
                 model = built(case, Path(folder), head, trained)
                 if trained and head == "lm":
@@ -185,7 +189,7 @@ def test_predicted_bytes_are_those_of_built_models(folder: Path, world: int) -> 
     for case in CASES[world]:
         model, parallel, _ = case
         settings = settings_of(case)
-        for head in heads(model):
+        for head in heads(case):
             for trained in (False, True):
                 hf_config = hf.read_hf_config(folder_of(case, folder))
                 predicted = model_bytes(hf_config, settings, parallel, head, trained=trained)  # type: ignore[arg-type]

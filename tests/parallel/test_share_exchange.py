@@ -21,15 +21,23 @@ HELD = [[0, 3, 6], [1, 2, 3], [2, 6], []]
 """Of four ranks; 4, 5 and 7 are held by nobody, and the last one holds nothing."""
 
 
-def put_together(rank: int, piece: int) -> dict[str, Any]:
-    """Runs in each rank: values of its share, put together for the step and back."""
+def in_pieces(rank: int, pieces: list[int]) -> list[dict[str, Any]]:
+    """Runs in each rank: what ``put_together`` finds with pieces of each size."""
     import torch.distributed as dist
 
-    from megarl.learn.batching import StepShare
     from megarl.learn.batching import sequences as module
 
     dist.init_process_group("gloo")
-    module.PIECE = piece
+    found = []
+    for module.PIECE in pieces:
+        found.append(put_together(rank))
+    return found
+
+
+def put_together(rank: int) -> dict[str, Any]:
+    """Values of a rank's share, put together for the step and back."""
+    from megarl.learn.batching import StepShare
+
     share, total = StepShare.of(HELD[rank], torch.tensor(LENGTHS)), sum(LENGTHS)
     found: dict[str, Any] = {"numbers": share.numbers.tolist(), "wrong": []}
     generator = torch.Generator().manual_seed(7)
@@ -63,10 +71,10 @@ ALL = [[0, 3, 4, 6], [1, 2, 3, 5], [2, 6, 7], [3]]
 """``HELD`` with what ``StepShare.of`` deals."""
 
 
-@pytest.mark.parametrize("piece", [1, 10, 2**20])
-def test_ranks_put_together_what_each_holds(piece: int) -> None:
-    for rank, found in enumerate(run_grid(4, put_together, piece)):
-        assert found == {"numbers": ALL[rank], "wrong": [], "summed": True}
+def test_ranks_put_together_what_each_holds() -> None:
+    """In pieces of one value, of some, and all at once."""
+    for rank, found in enumerate(run_grid(4, in_pieces, [1, 10, 2**20])):
+        assert found == [{"numbers": ALL[rank], "wrong": [], "summed": True}] * 3
 
 
 def step_of(seed: int) -> Any:
@@ -80,8 +88,20 @@ def step_of(seed: int) -> Any:
     return sequences
 
 
-def both_ways(rank: int, path: str, parallel: ParallelConfig, packed: bool) -> dict[str, Any]:
-    """Runs in each rank: the same step with all sequences on each rank, and with a share of them."""
+def on_grids(rank: int, path: str, cases: list[tuple[str, bool]]) -> dict[tuple[str, bool], dict[str, Any]]:
+    """Runs in each rank: what ``both_ways`` finds in each case."""
+    from megatron.core import parallel_state
+
+    found = {}
+    for grid, packed in cases:
+        found[grid, packed] = both_ways(path, GRIDS[grid], packed)
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
+def both_ways(path: str, parallel: ParallelConfig, packed: bool) -> dict[str, Any]:
+    """The same step with all sequences on each rank, and with a share of them."""
     from megarl.learn import algorithms
     from megarl.learn.batching import MicroBatching, StepShare, dealt
     from megarl.learn.training import objectives
@@ -132,6 +152,7 @@ GRIDS = {
     "pp2-dp2": ParallelConfig(pp=2, dp=2),
     "cp2-dp2": ParallelConfig(cp=2, dp=2),
 }
+BOTH = (True, False)
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +160,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), layers=2)
 
 
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.fixture(scope="module")
+def ranks(model: Path) -> dict[tuple[str, bool], list[dict[str, Any]]]:
+    """Grid, and whether rows are packed -> what each rank found; all cases of a world in one set of processes."""
+    found: dict[tuple[str, bool], list[dict[str, Any]]] = {}
+    for world in (2, 4):
+        cases = [(grid, packed) for grid in GRIDS for packed in BOTH if GRIDS[grid].world_size == world]
+        by_rank = run_grid(world, on_grids, str(model), cases)
+        found |= {case: [answers[case] for answers in by_rank] for case in cases}
+    return found
+
+
+@pytest.mark.parametrize("packed", BOTH)
 @pytest.mark.parametrize("grid", list(GRIDS))
-def test_a_share_gives_the_bits_of_the_whole_step(model: Path, grid: str, packed: bool) -> None:
+def test_a_share_gives_the_bits_of_the_whole_step(ranks: Any, grid: str, packed: bool) -> None:
     """Log-probs, loss, metrics, gradients and their norm; one sequence of the step is in no update."""
-    for found in run_grid(GRIDS[grid].world_size, both_ways, str(model), GRIDS[grid], packed):
+    for found in ranks[grid, packed]:
         assert found.pop("held") <= found.pop("of") / GRIDS[grid].dp + 2
         assert found == {"outputs": True, "sums": True, "norm": True, "gradients": True}

@@ -166,6 +166,18 @@ def batch_of(
     return make_batch(given, shown, *settings, replays_routing=case.replayed)
 
 
+def on_grids(rank: int, what: Callable[[int, str, Case], Any], cases: list[tuple[str, Case]]) -> list[Any]:
+    """Runs in each rank: what a function finds in each case, on a grid of the case's own."""
+    from megatron.core import parallel_state
+
+    found = []
+    for path, case in cases:
+        found.append(what(rank, path, case))
+        torch.distributed.barrier()
+        parallel_state.destroy_model_parallel()
+    return found
+
+
 def bytes_held(rank: int, path: str, case: Case) -> tuple[int, int, int]:
     """Runs in each rank: bytes of its sequences with all that a step fills, of the whole step's, and sequences held."""
     learner = learner_of(path, case, limit=2048)
@@ -186,13 +198,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_qwen3(tmp_path_factory.mktemp("qwen3"), layers=2)
 
 
-@pytest.mark.parametrize("updates", [1, 4])
 @pytest.mark.parametrize("dp", [2, 4])
-def test_a_rank_holds_its_share_of_the_bytes(model: Path, dp: int, updates: int) -> None:
-    """Of 512 sequences of mixed lengths, packed: padded rows are dealt in turn, whatever their lengths."""
-    found = run_grid(dp, bytes_held, str(model), Case(GRPO, ParallelConfig(dp=dp), updates=updates))
-    assert sum(number for *_, number in found) == 512
-    assert all(own <= 1.1 / dp * whole for own, whole, _ in found)
+def test_a_rank_holds_its_share_of_the_bytes(model: Path, dp: int) -> None:
+    """Of 512 sequences of mixed lengths, packed: padded rows are dealt in turn, whatever their lengths. In one update,
+    and in four."""
+    cases = [(str(model), Case(GRPO, ParallelConfig(dp=dp), updates=updates)) for updates in (1, 4)]
+    for found in zip(*run_grid(dp, on_grids, bytes_held, cases), strict=True):
+        assert sum(number for *_, number in found) == 512
+        assert all(own <= 1.1 / dp * whole for own, whole, _ in found)
 
 
 CASES = {
@@ -277,10 +290,22 @@ def special(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"images": images, "expert ids": families.save("qwen3_moe", folder / "experts")}
 
 
+@pytest.fixture(scope="module")
+def steps(model: Path, special: dict[str, Path]) -> dict[str, list[dict[str, Any]]]:
+    """Name of a case -> what each rank found; all cases of a world in one set of processes."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for world in (2, 4):
+        cases = {name: case for name, case in CASES.items() if case.actor.world_size == world}
+        given = [(str(special.get(name, model)), case) for name, case in cases.items()]
+        found |= dict(zip(cases, map(list, zip(*run_grid(world, on_grids, step, given), strict=True)), strict=True))
+    return found
+
+
 @pytest.mark.parametrize("name", list(CASES))
-def test_a_step_has_the_bits_of_ranks_that_hold_all_of_it(model: Path, special: dict[str, Path], name: str) -> None:
+def test_a_step_has_the_bits_of_ranks_that_hold_all_of_it(steps: dict[str, list[dict[str, Any]]], name: str) -> None:
     case, less = CASES[name], []
-    for found in run_grid(case.actor.world_size, step, str(special.get(name, model)), case):
+    assert len(steps[name]) == case.actor.world_size
+    for found in steps[name]:
         assert (found["different"], found["metrics"], found["moved"]) == ([], {}, True)
         own, whole = found["held"]
         less.append(own < 0.8 * whole)

@@ -1,11 +1,21 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.unit import kept_trees
 from tests.unit.small_job import config_of
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kept_trees() -> Iterator[None]:
+    """``compose`` sets values in trees that hydra has composed before; ``test_kept_trees.py`` compares the two."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hydra.compose", kept_trees.compose)
+        yield
 
 
 @pytest.fixture(scope="session")

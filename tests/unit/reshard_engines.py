@@ -1,7 +1,7 @@
 """What the engines themselves hold on a rank, without the other ranks.
 
-``python -m tests.unit.reshard_engines ENGINE...`` prints a line of JSON for each case: the engine, the case and how the
-oracle differs from it.
+``python -m tests.unit.reshard_engines ENGINE[,ENGINE]...`` prints a line of JSON for each case: the engine, the case
+and how the oracle differs from it. Engines of one word share a process, which is forked from this one.
 
 - ``megatron``: real GPTModels over torch's fake process group; their names, shapes, layer and expert numbers.
 - ``checkpoint``: the values that they save.
@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -447,6 +448,16 @@ def vllm_holds(
 
 
 if __name__ == "__main__":
-    for engine in sys.argv[1:]:
-        for line in {"megatron": megatron, "checkpoint": checkpoint, "vllm": vllm}[engine]():
-            print(json.dumps([engine, *line]), flush=True)
+    pids = []
+    for engines in sys.argv[1:]:
+        pids.append(os.fork())
+        if pids[-1] == 0:
+            try:
+                for engine in engines.split(","):
+                    for line in {"megatron": megatron, "checkpoint": checkpoint, "vllm": vllm}[engine]():
+                        os.write(1, f"{json.dumps([engine, *line])}\n".encode())  # at once: others write there too
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+            os._exit(0)
+    sys.exit(any([os.waitpid(pid, 0)[1] for pid in pids]))

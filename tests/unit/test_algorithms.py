@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -128,12 +130,18 @@ def sft_token(batch: LossInput, t: int, c: AlgorithmConfig, frozen: LossInput) -
     return -float(batch.logp[t])
 
 
+def plain(batch: LossInput) -> Any:
+    """The batch with lists in place of tensors, of which an entry is found a hundred times sooner."""
+    return SimpleNamespace(**{f: getattr(batch, f).tolist() for f in (*FIELDS, "mask", "row")})
+
+
 def oracle(per_token: PerToken, batch: LossInput, c: AlgorithmConfig, frozen: LossInput | None = None) -> float:
     """The aggregated loss of a whole batch, already divided."""
+    batch, frozen = plain(batch), plain(frozen or batch)
     by_row: dict[int, list[float]] = {}
     for t in range(len(batch.mask)):
         if batch.mask[t]:
-            by_row.setdefault(int(batch.row[t]), []).append(per_token(batch, t, c, frozen or batch))
+            by_row.setdefault(int(batch.row[t]), []).append(per_token(batch, t, c, frozen))
     sequences = list(by_row.values())
     return {
         "token_mean": lambda: sum(map(sum, sequences)) / sum(map(len, sequences)),

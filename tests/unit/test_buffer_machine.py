@@ -266,7 +266,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         yield request.getfixturevalue("new_postgres")()
 
 
-@pytest.mark.parametrize("examples", [8, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
+@pytest.mark.parametrize("examples", [5, pytest.param(300, marks=[pytest.mark.soak, pytest.mark.timeout(1800)])])
 def test_no_kill_loses_or_doubles_a_group(url: str, examples: int) -> None:
     machine = type("Here", (Jobs,), {"url": url})
     checks = list(HealthCheck)

@@ -60,7 +60,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_by_another_grid(family: str) -> None:
-    @settings(max_examples=examples(4, 12))
+    @settings(max_examples=examples(3, 12))
     @given(
         case=family_cases(family, "grid"),
         multiple=st.sampled_from([1, 8, 64]),

@@ -119,6 +119,12 @@ def published_config(path: str | None) -> dict[str, Any]:
     return dict(MODELS[name]["config"])
 
 
+@cache
+def experiment(name: str) -> Config:
+    """A file of configs/experiment as it is. To compose it takes a tenth of a second, and many tests look at it."""
+    return compose([f"experiment={name}"])
+
+
 # ------------------------------------------------------------------ every file
 
 
@@ -275,7 +281,7 @@ def described(name: str, config: Config, nodes: int, memory: Memory) -> str:
 
 @pytest.mark.parametrize("name", NODES)
 def test_documented_job(name: str) -> None:
-    config = compose([f"experiment={name}"])
+    config = experiment(name)
     memory = check_job(config, NODES[name])
     assert described(name, config, NODES[name], memory) in DOCS
     text = (config_dir() / "experiment" / f"{name}.yaml").read_text()
@@ -287,7 +293,7 @@ def test_documented_job(name: str) -> None:
 @pytest.mark.parametrize("name", NODES)
 def test_every_node_gets_eight_processes(name: str) -> None:
     """No GPU is idle, and no group spans nodes that it does not fill."""
-    config, nodes = compose([f"experiment={name}"]), NODES[name]
+    config, nodes = experiment(name), NODES[name]
     places = [NodeInfo(n, f"n{n}", "all", 8) for n in range(nodes)]
     plan = plan_job(config, places)
     assert not idle_gpus(plan, places)
@@ -299,7 +305,7 @@ def test_every_node_gets_eight_processes(name: str) -> None:
         plan_job(config, [*places[:-1], places[-1]._replace(gpus=7)])
 
 
-TURNS = [name for name in NODES if compose([f"experiment={name}"]).rollout.placement == "colocated"]
+TURNS = [name for name in NODES if experiment(name).rollout.placement == "colocated"]
 
 
 def variants(name: str) -> dict[str, list[str]]:
@@ -338,7 +344,7 @@ def test_variants_of_a_preset_fit_their_nodes(in_workplace: Path, name: str) -> 
 
 def test_presets_of_one_node_take_turns_without_recompute() -> None:
     for name in NODES:
-        config = compose([f"experiment={name}"])
+        config = experiment(name)
         if NODES[name] == 1 and not algorithms.get(config.algorithm.name).offline:
             assert name in TURNS and config.model.recompute == "none" and config.sync.max_staleness == 0
 
@@ -347,7 +353,7 @@ def test_memory_by_hand() -> None:
     """Qwen2.5-7B on TP2 DP4: 28 layers of two kv heads and 14 heads a rank, a half of the rest, norms whole."""
     layer = 3584 * (1792 + 2 * 256) + (1792 + 512) + 1792 * 3584 + 3 * 3584 * 9472 + 2 * 3584
     held = 28 * layer + 2 * 76032 * 3584 + 3584
-    assert memory_of(compose(["experiment=grpo_qwen2_5_7b"])).trainer == held * (2 + 4 + 12 / 4) + held * 2
+    assert memory_of(experiment("grpo_qwen2_5_7b")).trainer == held * (2 + 4 + 12 / 4) + held * 2
 
 
 # ------------------------------------------------------------------ the project's own check
@@ -506,8 +512,8 @@ def test_megarl_accepts_the_job_but_for_its_gpus(in_workplace: Path, name: str) 
     if torch.version.cuda:  # the next that is missing
         missing = "model.transformer_impl=transformer_engine, but transformer_engine.pytorch cannot be imported"
     with pytest.raises(ConfigError, match=missing):
-        check(compose([f"experiment={name}"]))
-    check(compose([f"experiment={name}"]), nodes=NODES[name], elsewhere=True)
+        check(experiment(name))
+    check(experiment(name), nodes=NODES[name], elsewhere=True)
 
 
 @pytest.mark.parametrize("kind", STARTERS)
@@ -594,7 +600,7 @@ def test_activations_leave_a_part_of_the_device(in_workplace: Path, name: str) -
     from megarl.learn.memory.phases import Phase
     from megarl.run.checks.memory import ledger_of
 
-    config = compose([f"experiment={name}"])
+    config = experiment(name)
     hf, trainer = hf_config(config.model.path), config.trainer
     ledger = ledger_of(config, algorithms.get(config.algorithm.name), hf)
     kept = activation_bytes(
@@ -691,4 +697,4 @@ def test_bad_combinations_are_refused_by_this_test(name: str, override: str, wor
 
 def test_a_grid_of_ones_own_wins_over_the_experiments() -> None:
     config = compose(["experiment=grpo_qwen2_5_7b", "parallel=tp4dp2sp"])
-    assert replace(config.parallel, tp=2, dp=4) == compose(["experiment=grpo_qwen2_5_7b"]).parallel
+    assert replace(config.parallel, tp=2, dp=4) == experiment("grpo_qwen2_5_7b").parallel

@@ -6,6 +6,7 @@ import ast
 import builtins
 import functools
 import importlib
+import json
 import re
 import subprocess
 import sys
@@ -490,37 +491,17 @@ def test_only_the_engines_side_names_vllm(package: str) -> None:
             assert not any(name.split(".")[0] == "vllm" for name in names), f"{path}:{node.lineno}"
 
 
-def run_python(code: str, blocked: tuple[str, ...] = ()) -> str:
-    """Run ``code`` in a fresh interpreter in which importing any of ``blocked`` fails; returns what it prints."""
-    block = f"import sys; sys.modules.update(dict.fromkeys({blocked!r}))\n"
-    done = subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-def imported_by(*modules: str) -> set[str]:
-    return set(run_python(f"import {', '.join(modules)}\nprint(*sys.modules)").split())
-
-
-def test_importing_is_light() -> None:
-    light = imported_by("megarl", "megarl.cli", "megarl.config", "megarl.core.schema", "megarl.run.process.process")
-    assert not light & set(HEAVY)
-
-
-def test_explorer_workers_and_report_run_without_torch() -> None:
-    """Started once for every job or engine beside the trainers: torch would cost seconds and 300 MB each."""
-    imported = imported_by(
-        "megarl.explore.explorer.explorer",
-        "megarl.explore.bench",
-        "megarl.engines.client.client",
-        "megarl.engines.client.control",
-        "megarl.rewards.pool.worker",
-        "megarl.run.report.bench",
-        "megarl.run.report.html",
-    )
-    assert not imported & {"torch", "vllm", "megatron", "transformers"}
-
-
+LIGHT = ("megarl", "megarl.cli", "megarl.config", "megarl.core.schema", "megarl.run.process.process")
+WITHOUT_TORCH = (
+    "megarl.explore.explorer.explorer",
+    "megarl.explore.bench",
+    "megarl.engines.client.client",
+    "megarl.engines.client.control",
+    "megarl.rewards.pool.worker",
+    "megarl.run.report.bench",
+    "megarl.run.report.html",
+)
+"""Started once for every job or engine beside the trainers: torch would cost seconds and 300 MB each."""
 NEITHER = (
     "megarl.weights.reshard.plan",
     "megarl.weights.reshard.execute",
@@ -532,11 +513,63 @@ NEITHER = (
     "megarl.run.launch.job",
     "megarl.run.checks.memory",
 )
+TRAINER = ("megarl.train.trainer", "megarl.train.sync.publish")
+ABSENT = ("vllm", "transformer_engine", "apex")
+IMPORT = """
+import importlib, json, sys, traceback
+for stage, blocked, modules in json.loads(sys.argv[1]):
+    for name in [name for name in sys.modules if sys.modules[name] is None]:
+        del sys.modules[name]
+    sys.modules.update(dict.fromkeys(blocked))
+    try:
+        for name in modules:
+            importlib.import_module(name)
+        error = ""
+    except Exception:
+        error = traceback.format_exc()
+    print(json.dumps([stage, error, [name for name in sys.modules if sys.modules[name] is not None]]), flush=True)
+"""
 
 
-def test_layers_below_the_models_need_neither_megatron_nor_vllm() -> None:
-    run_python(f"import {', '.join(NEITHER)}", blocked=("megatron", "vllm", "transformer_engine", "apex"))
+class Imported(NamedTuple):
+    """What a fresh interpreter has when it has imported some modules of megarl."""
+
+    error: str
+    """Traceback of the import that failed."""
+    modules: set[str]
 
 
-def test_trainer_needs_no_vllm() -> None:
-    run_python("import megarl.train.trainer, megarl.train.sync.publish", blocked=("vllm", "transformer_engine", "apex"))
+@pytest.fixture(scope="module")
+def imported() -> dict[str, Imported]:
+    """Stages of one interpreter, from what imports least to what imports most: torch is imported once for all."""
+    stages = [
+        ("light", (), LIGHT),
+        ("without torch", (), WITHOUT_TORCH),
+        ("neither", (*ABSENT, "megatron"), NEITHER),
+        ("trainer", ABSENT, TRAINER),
+    ]
+    command = [sys.executable, "-W", "ignore", "-c", IMPORT, json.dumps(stages)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    return {stage: Imported(error, set(modules)) for stage, error, modules in lines}
+
+
+def test_importing_is_light(imported: dict[str, Imported]) -> None:
+    found = imported["light"]
+    assert found.error == "" and set(LIGHT) <= found.modules and not found.modules & set(HEAVY)
+
+
+def test_explorer_workers_and_report_run_without_torch(imported: dict[str, Imported]) -> None:
+    found = imported["without torch"]
+    assert found.error == "" and set(WITHOUT_TORCH) <= found.modules
+    assert not found.modules & {"torch", "vllm", "megatron", "transformers"}
+
+
+def test_layers_below_the_models_need_neither_megatron_nor_vllm(imported: dict[str, Imported]) -> None:
+    assert imported["neither"].error == "" and set(NEITHER) <= imported["neither"].modules
+
+
+def test_trainer_needs_no_vllm(imported: dict[str, Imported]) -> None:
+    found = imported["trainer"]
+    assert found.error == "" and {*TRAINER, "megatron"} <= found.modules and "vllm" not in found.modules

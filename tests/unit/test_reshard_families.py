@@ -34,9 +34,9 @@ from tests.unit.reshard_oracle import (
     unwritten,
 )
 
-KINDS = {"engine": 60, "grid": 30, "hf": 15, "load": 15}
-"""Kind of transfer (see ``family_cases``) -> cases of every family; 840 in all, others in every run."""
-TIMES = 3 if SOAK else 1
+KINDS = {"engine": 30, "grid": 16, "hf": 8, "load": 8}
+"""Kind of transfer (see ``family_cases``) -> cases of every family; 434 in all, others in every run."""
+TIMES = 6 if SOAK else 1
 """How many times as many cases ``make soak`` draws."""
 
 pytestmark = pytest.mark.slow

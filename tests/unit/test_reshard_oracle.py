@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,46 +16,28 @@ LEAST = {"megatron": 950 if SOAK else 510, "checkpoint": 88, "vllm": 73}
 """Engine -> how many cases it has at least."""
 
 
-PROCESSES = (("megatron", "checkpoint"), ("vllm",))
-"""Engines of each process; an engine takes over the one that imports it."""
+PROCESSES = ("megatron,checkpoint", "vllm")
+"""Engines of each process; an engine takes over the one that imports it. They run beside each other."""
 Cases = list[tuple[str, Any]]
 """Name of a case, and how the oracle differs from the engine in it."""
 
 
 @pytest.fixture(scope="module")
-def cases_of() -> Iterator[Callable[[str], Cases]]:
-    """Cases of an engine. The processes run beside each other, each on one core."""
+def cases_of() -> dict[str, Cases]:
+    """Cases of each engine."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    started = {
-        engines: subprocess.Popen(
-            [sys.executable, "-m", "tests.unit.reshard_engines", *engines],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment,
-        )
-        for engines in PROCESSES
-    }
-    ended: dict[tuple[str, ...], tuple[str, str]] = {}
-
-    def of(engine: str) -> Cases:
-        engines = next(engines for engines in PROCESSES if engine in engines)
-        if engines not in ended:
-            ended[engines] = started[engines].communicate(timeout=280)
-        out, said = ended[engines]
-        assert started[engines].returncode == 0, said[-4000:]
-        lines = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
-        return [(name, difference) for of, name, difference in lines if of == engine]
-
-    yield of
-    for process in started.values():
-        process.kill()
-        process.wait()
+    command = [sys.executable, "-m", "tests.unit.reshard_engines", *PROCESSES]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    found: dict[str, Cases] = {engine: [] for engine in LEAST}
+    for engine, *case in (json.loads(line) for line in ended.stdout.splitlines() if line.startswith("[")):
+        found[engine].append(tuple(case))
+    return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", LEAST)
-def test_the_oracle_holds_what_the_engine_holds(engine: str, cases_of: Callable[[str], Cases]) -> None:
-    cases = cases_of(engine)
+def test_the_oracle_holds_what_the_engine_holds(engine: str, cases_of: dict[str, Cases]) -> None:
+    cases = cases_of[engine]
     assert [case for case in cases if case[1] is not None] == []
     assert len(cases) >= LEAST[engine]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 import subprocess
@@ -10,7 +11,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -929,41 +929,72 @@ def test_a_password_is_never_written_down(monkeypatch: pytest.MonkeyPatch, url: 
     assert compose(["experiment=quickstart", "store=postgres"]).store.url == OWN_SERVER
 
 
-WORKER = """
-import sys
+WORKERS = """
+import json, os, sys, traceback
 from megarl.buffer.store import Store
 from tests.stores import finish
-store, worker = Store(sys.argv[1]), sys.argv[2]
-claims = store.groups.claim(worker, 2)
-sys.stdout.write("ready\\n"); sys.stdout.flush(); sys.stdin.readline()  # neither goes on before both hold a claim
-while claims:
-    for claim in claims:
-        assert finish(store, claim)
-        sys.stdout.write(claim.group_id + "\\n")
-    claims = store.groups.claim(worker, 2)
+def work(worker, ready, go):
+    store = Store(sys.argv[1])
+    claims, done = store.groups.claim(worker, 2), []
+    os.write(ready, b"r")
+    os.read(go, 1)  # neither goes on before both hold a claim
+    while claims:
+        for claim in claims:
+            assert finish(store, claim)
+            done.append(claim.group_id)
+        claims = store.groups.claim(worker, 2)
+    sys.stdout.write(json.dumps(done) + "\\n"); sys.stdout.flush()
+(ready, said), (go, tell), pids = os.pipe(), os.pipe(), []
+for worker in "ab":
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        try:
+            work(worker, said, go)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+for _ in pids:
+    os.read(ready, 1)
+os.write(tell, b"gg")
+sys.exit(any([os.waitpid(pid, 0)[1] for pid in pids]))
 """
+"""Forked from one process, which opens no store: its imports take a second."""
 
 
 def test_two_processes_never_claim_the_same_group(store: Store, url: str) -> None:
     store.tasks.add("train", [make_task(i) for i in range(60)])
     request(store, groups=60)
-    command = [sys.executable, "-c", WORKER, url]
-    processes = [
-        subprocess.Popen([*command, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for name in "ab"
-    ]
-    for process in processes:
-        assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    with ThreadPoolExecutor(2) as threads:
-        outputs = list(threads.map(lambda process: process.communicate("go\n", timeout=60)[0].split(), processes))
-    assert [process.returncode for process in processes] == [0, 0]
+    ended = subprocess.run([sys.executable, "-c", WORKERS, url], capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0, ended.stderr
+    outputs = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert len(outputs) == 2
     counts = Counter(group for output in outputs for group in output)
     assert counts == {f"r0/{i}": 1 for i in range(60)}
     assert all(outputs), "both held a claim when they went on"
     assert store.rollouts.progress("r0") == (60, 60) and len(store.groups.trajectories("r0")) == 120
 
 
+OPENERS = """
+import os, sys, traceback
+from megarl.buffer.store import Store
+begin, begun = os.pipe()
+pids = []
+for _ in range(3):
+    pids.append(os.fork())
+    if pids[-1] == 0:
+        try:
+            os.read(begin, 1)
+            Store(sys.argv[1]).journal.open_job()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+os.write(begun, b"bbb")
+sys.exit(any([os.waitpid(pid, 0)[1] for pid in pids]))
+"""
+
+
 def test_processes_open_a_new_store_together(url: str) -> None:
-    code = "import sys; from megarl.buffer.store import Store; Store(sys.argv[1]).journal.open_job()"
-    command = [sys.executable, "-c", code, url]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
-    assert [process.communicate(timeout=60)[1] for process in processes] == ["", "", ""]
+    ended = subprocess.run([sys.executable, "-c", OPENERS, url], stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
