@@ -1,8 +1,10 @@
-"""An engine that begins with the weights computes the bits of one that has them by updates, or the job ends."""
+"""Where an engine that begins with the weights computes other bits than one that has them by updates, the job ends.
+
+``test_average.py`` has a job in which it computes the same.
+"""
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -26,20 +28,6 @@ def without_supervisor(job: Job, held: Held, split: Split) -> None:
     job.until(lambda: job.query("select state from engines") == [("serving",)], "an engine that is known to serve")
     job.signal(signal.SIGSTOP)
     held.release(split)
-
-
-def test_an_engine_that_begins_with_the_weights_computes_the_same_bits(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", (*SETTINGS, "trainer.steps=5")).start()
-    try:
-        assert job.wait(START_S) == 0, job.output.read_text()
-    finally:
-        job.clean_up()
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    steps = [record for record in records if "actor/pg_loss" in record]
-    assert [record["step"] for record in steps if "sync/cold_seconds" in record] == [3, 5]
-    assert job.output.read_text().count("an engine was started with the weights' files, and computes the same") == 2
-    folder = tmp_path / "run" / COLD_FOLDER
-    assert not cold_mark(folder).exists() and not list(folder.glob("*.safetensors"))
 
 
 def test_a_difference_ends_the_job_and_is_named(tmp_path: Path) -> None:
