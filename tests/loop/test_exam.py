@@ -20,11 +20,11 @@ ROOT = Path(__file__).parents[2]
 TENTH = (
     ("gradients-not-reduced", "form-part-zero", "verdicts-shifted", "control-tokens-in-content"),
     ("returns-are-values", "verdictless-trained", "weight-decay-on-norms", "norm-epsilon"),
-    ("advantage-over-batch", "text-cut-tokens-kept", "first-rate-zero", "rows-dropped"),
-    ("kl-sign", "partial-batch", "question-not-rendered"),
+    ("groups-of-one", "text-cut-tokens-kept", "first-rate-zero", "rows-dropped"),
+    ("kl-sign", "overlong-skipped", "question-not-rendered"),
     ("logp-renormalised", "answer-in-prompt", "last-batch-dropped"),
     ("window-one-short", "rows-duplicated"),
-    ("masters-of-initialisation", "held-out-leaked"),
+    ("masters-of-initialisation", "answers-shifted"),
 )
 """Faults that show in the first step, of jobs that begin with one model. A job has faults of which none
 brings about the alarm of the other, or one that ends it; it is the job of the first one's row."""
