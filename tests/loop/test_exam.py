@@ -38,7 +38,7 @@ def make_model(folder: Path) -> None:
     """Make the model that all jobs begin with, in the place where the exam looks for it."""
     job = Job(folder / "model", settings_of(SmallJob(MODELS["sums"]), folder / "files", folder / "model", BRIEFLY, 1))
     try:
-        assert job.start().wait(START_S) == 0, job.output.read_text()
+        assert job.start().wait(4 * START_S) == 0, job.output.read_text()
     finally:
         job.clean_up()
     (folder / "model" / "hf").rename(folder / "files" / "sums")
