@@ -23,7 +23,6 @@ SETTINGS = (
     "trainer.checkpoint_interval=3",
     "sync.max_staleness=2",
     "sync.interval=2",
-    "algorithm.group_size=4",
     "taskset.eval_size=8",
 )
 
