@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[2]
 TENTH = (
     ("gradients-not-reduced", "form-part-zero", "verdicts-shifted", "control-tokens-in-content"),
     ("returns-are-values", "verdictless-trained", "weight-decay-on-norms", "norm-epsilon"),
-    ("groups-of-one", "text-cut-tokens-kept", "first-rate-zero", "rows-dropped"),
-    ("kl-sign", "overlong-skipped", "question-not-rendered"),
+    ("advantage-over-batch", "text-cut-tokens-kept", "first-rate-zero", "rows-dropped"),
+    ("kl-sign",),
+    ("partial-batch", "question-not-rendered"),
     ("logp-renormalised", "answer-in-prompt", "last-batch-dropped"),
     ("window-one-short", "rows-duplicated"),
     ("masters-of-initialisation", "answers-shifted"),
