@@ -213,7 +213,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]
         settings = [
             *TINY,
             f"algorithm={name}",
-            "algorithm.group_size=4",
+            "algorithm.group_size=8",
             "taskset.eval_size=8",
             "trainer.steps=2",
             *overrides,
