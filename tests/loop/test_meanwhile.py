@@ -20,14 +20,13 @@ from tests.loop.same_run import steps_of
 from tests.system.jobs import START_S, TINY, Job
 
 pytestmark = pytest.mark.timeout(3 * START_S)
-STEPS_OF_JOB, BOUND, TASKS = 5, 2, 4
+STEPS_OF_JOB, BOUND, TASKS = 5, 2, 8
 SETTINGS = (
     *TINY,
     "model.from_scratch.max_position_embeddings=256",
     f"trainer.steps={STEPS_OF_JOB}",
     "trainer.tasks_per_step=4",
     "trainer.updates_per_step=1",
-    "algorithm.group_size=4",
     "trainer.warm_start.steps=1",  # a model that seldom ends by itself
     "trainer.eval_interval=2",
     "trainer.eval_engines=1",
