@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
@@ -17,12 +18,14 @@ from typing import TYPE_CHECKING
 from megarl.buffer.store import Selection
 from megarl.config import Config, load_resolved
 from megarl.core.errors import ConfigError
+from megarl.core.jobs import ProcessKind
 from megarl.core.kept_batches import KeptBatch, KeptValues, kept_steps, path_of, values_path
 from megarl.core.metrics import records
+from megarl.core.processes.fork import Forked
 from megarl.core.schema import Trajectory, file_digest
-from megarl.learn import algorithms
 from megarl.run.data.open_run import stored_run, table
 from megarl.run.process import ports
+from megarl.run.process.process import ForkServers
 from megarl.run.report.data import located, store_url
 from megarl.weights.checkpoint.training.manifest import finished, steps_of
 
@@ -42,6 +45,15 @@ def replay(run_dir: Path, step: int, *, weights: Path | None = None, same_grid: 
         ConfigError: the run has no such step, file or checkpoint, or learns from what no kept step has.
         DataError: a file is damaged.
     """
+    servers = _servers(run_dir) if same_grid else None
+    try:
+        return _replay(run_dir, step, weights, servers, same_grid=same_grid)
+    finally:
+        if servers is not None:
+            servers.close()
+
+
+def _replay(run_dir: Path, step: int, weights: Path | None, servers: ForkServers | None, *, same_grid: bool) -> int:
     config = _settings(run_dir)
     recorded = {int(one["step"]): one for one in records(run_dir / "metrics.jsonl") if "timing_s/step" in one}
     checkpoint = weights or _checkpoint_before(run_dir, step, recorded)
@@ -54,7 +66,7 @@ def replay(run_dir: Path, step: int, *, weights: Path | None = None, same_grid: 
     rewards = _rewards(config, run_dir, values)
     task = json.dumps([str(run_dir), step, str(checkpoint), same_grid, recorded[step]])
     if same_grid:
-        stages = rewards + _on_grid(task, config.parallel.world_size)
+        stages = rewards + _on_grid(task, config, servers)
     else:
         [port] = ports.choose("127.0.0.1", 1, None)
         os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
@@ -69,15 +81,27 @@ def replay(run_dir: Path, step: int, *, weights: Path | None = None, same_grid: 
     return 1
 
 
-def _settings(run_dir: Path) -> Config:
-    """Return the run's settings, with paths as they are now. Raises ConfigError."""
+def _servers(run_dir: Path) -> ForkServers | None:
+    """Return what ranks on CPUs are forked from, made before the imports; None if CUDA forbids it. Raises
+    ConfigError."""
+    config = _resolved(run_dir)
+    return ForkServers([config.trainer.num_threads]) if config.parallel.backend == "gloo" else None
+
+
+def _resolved(run_dir: Path) -> Config:
+    """Return the run's settings as they were written. Raises ConfigError."""
     if not (run_dir / "resolved.json").is_file():
         raise ConfigError(f"{run_dir} has no resolved.json; give the directory of a run, e.g. runs/quickstart")
-    config = load_resolved(run_dir / "resolved.json")
-    algorithm = algorithms.get(config.algorithm.name)
+    return load_resolved(run_dir / "resolved.json")
+
+
+def _settings(run_dir: Path) -> Config:
+    """Return the run's settings, with paths as they are now. Raises ConfigError."""
+    from megarl.learn import algorithms
     from megarl.train.replay import check_replays
 
-    check_replays(config, algorithm)
+    config = _resolved(run_dir)
+    check_replays(config, algorithms.get(config.algorithm.name))
     path = str(located(config, run_dir, config.model.path))
     return replace(config, run=replace(config.run, dir=str(run_dir)), model=replace(config.model, path=path))
 
@@ -140,33 +164,40 @@ def _images(run_dir: Path, groups: Sequence[str]) -> tuple[list[Trajectory], dic
         return members, files | run.store.groups.images(list(groups))
 
 
-def _on_grid(task: str, ranks: int) -> list[ReplayStage]:
+def _on_grid(task: str, config: Config, servers: ForkServers | None) -> list[ReplayStage]:
     """Compute the step on a process for each rank. Raises ConfigError with the output of a rank that fails."""
     from megarl.train.replay import ReplayStage
 
     [port] = ports.choose("127.0.0.1", 1, None)
-    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", "megarl.run.replay"],
-            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write(task)
-        process.stdin.close()
-    outputs = [process.stdout.read() if process.stdout else "" for process in processes]
-    if failed := [rank for rank, process in enumerate(processes) if process.wait()]:
-        raise ConfigError(f"rank {failed[0]} could not compute the step again:\n{outputs[failed[0]][-2000:]}")
-    return [ReplayStage(**stage) for stage in json.loads(outputs[0].splitlines()[-1])]
+    ranks, threads = config.parallel.world_size, {"OMP_NUM_THREADS": str(config.trainer.num_threads)}
+    shared = {**os.environ, **threads, "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with tempfile.TemporaryDirectory() as folder:
+        file, outputs = Path(folder, "task.json"), [Path(folder, f"rank_{rank}.log") for rank in range(ranks)]
+        file.write_text(task)
+        started = [
+            _start(["-m", __name__, str(file)], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, path, servers)
+            for rank, path in enumerate(outputs)
+        ]
+        if failed := [rank for rank, process in enumerate(started) if process.wait(math.inf)]:
+            last = outputs[failed[0]].read_text()[-2000:]
+            raise ConfigError(f"rank {failed[0]} could not compute the step again:\n{last}")
+        return [ReplayStage(**stage) for stage in json.loads(outputs[0].read_text().splitlines()[-1])]
+
+
+def _start(
+    argv: Sequence[str], env: Mapping[str, str], output: Path, servers: ForkServers | None
+) -> Forked | subprocess.Popen[bytes]:
+    """Start ``python ARGV``, forked if possible: then all ranks share the imports."""
+    with output.open("wb") as file:
+        if servers is not None:
+            servers.preload(ProcessKind.TRAINER, env)
+        server = None if servers is None else servers.of(ProcessKind.TRAINER)
+        pid = None if server is None else server.fork(argv, env, file.fileno(), {})
+        if pid is not None:
+            return Forked(pid)
+        return subprocess.Popen([sys.executable, *argv], env=env, stdout=file, stderr=subprocess.STDOUT)
 
 
 if __name__ == "__main__":
-    found = [asdict(stage) for stage in _stages(sys.stdin.read())]
+    found = [asdict(stage) for stage in _stages(Path(sys.argv[1]).read_text())]
     sys.stdout.write(json.dumps(found) + "\n")

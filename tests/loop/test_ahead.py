@@ -17,7 +17,14 @@ from tests.system.jobs import START_S, TINY
 
 pytestmark = pytest.mark.timeout(4 * START_S)
 STEPS = 6
-SETTINGS = (*TINY, f"trainer.steps={STEPS}", "trainer.checkpoint_interval=3", "sync.max_staleness=2", "sync.interval=2")
+SETTINGS = (
+    *TINY,
+    f"trainer.steps={STEPS}",
+    "trainer.checkpoint_interval=3",
+    "sync.max_staleness=2",
+    "sync.interval=2",
+    "taskset.eval_size=8",
+)
 
 
 @pytest.fixture(scope="module")

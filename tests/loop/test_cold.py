@@ -1,4 +1,7 @@
-"""An engine that begins with the weights computes the bits of one that has them by updates, or the job ends."""
+"""An engine that begins with the weights computes the bits of one that has them by updates, or the job ends.
+
+A job whose engines' log-probs are further from the trainer's than is allowed ends before the step counts.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,22 @@ def without_supervisor(job: Job, held: Held, split: Split) -> None:
     held.release(split)
 
 
-def test_an_engine_that_begins_with_the_weights_computes_the_same_bits(tmp_path: Path) -> None:
-    job = Job(tmp_path / "run", (*SETTINGS, "trainer.steps=5")).start()
+def test_a_job_ends_where_samples_differ_and_goes_on_with_engines_that_begin_with_the_weights(tmp_path: Path) -> None:
+    """When they may, it goes on; engines that begin with its weights compute the same bits."""
+    settings = (*SETTINGS, "trainer.steps=5")
+    refused = Job(tmp_path / "run", (*settings, "sync.sample_tolerance=1e-12")).start()  # nothing is so near
+    try:
+        assert refused.wait(START_S) == 1
+        words = "more than sync.sample_tolerance=1e-12 (99% within"
+        assert words in refused.output.read_text() and refused.steps() == []
+    finally:
+        refused.clean_up()
+    job = Job(tmp_path / "run", settings).start()
     try:
         assert job.wait(START_S) == 0, job.output.read_text()
     finally:
         job.clean_up()
+    assert job.steps() == [1, 2, 3, 4, 5]
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "actor/pg_loss" in record]
     assert [record["step"] for record in steps if "sync/cold_seconds" in record] == [3, 5]

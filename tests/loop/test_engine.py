@@ -358,7 +358,7 @@ def refusals(engine: RunningEngine) -> int:
         return int(answer.read())
 
 
-LONG = 40_000 if SOAK else 6_000
+LONG = 40_000 if SOAK else 4_000
 
 
 @pytest.fixture(scope="module")

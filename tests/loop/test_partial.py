@@ -28,6 +28,8 @@ SETTINGS = (
     f"rollout.budget_tokens={BUDGET}",
     f"rollout.segment_tokens={SEGMENT}",
     "algorithm.correction=truncate",
+    "algorithm.group_size=4",
+    "taskset.eval_size=8",
 )
 
 

@@ -22,7 +22,6 @@ KEPT = (
     "trainer.checkpoint_interval=1",
     "trainer.keep_checkpoints=5",
     "trainer.warm_start.steps=60",
-    "trainer.warm_start.batch_size=128",
     "taskset.warm_start_size=2000",
 )
 SUMS = (*TINY, *KEPT, "trainer.steps=2")

@@ -28,6 +28,7 @@ PPO = (
     *TINY,
     "algorithm=ppo",
     "algorithm.group_size=4",
+    "taskset.eval_size=16",
     "algorithm.kl={coef: 0.2, target: 0.01, horizon: 100}",
     f"trainer.steps={STEPS}",
     "critic.parallel={dp: 2, overlap_grad_reduce: true, overlap_param_gather: true}",
@@ -209,7 +210,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Job]
     """Two steps of each algorithm that asks for other data than groups."""
     jobs = {}
     for name, (overrides, _) in ALGORITHMS.items():
-        settings = [*TINY, f"algorithm={name}", "algorithm.group_size=8", "trainer.steps=2", *overrides]
+        settings = [
+            *TINY,
+            f"algorithm={name}",
+            "algorithm.group_size=8",
+            "taskset.eval_size=8",
+            "trainer.steps=2",
+            *overrides,
+        ]
         jobs[name] = Job(tmp_path_factory.mktemp(name) / "run", settings).start()
     try:
         yield jobs

@@ -16,7 +16,7 @@ from tests.loop.same_run import steps_of
 from tests.loop.test_segments import TWO_TURNS
 from tests.system.jobs import START_S, TINY, Job
 
-LAYERS, EXPERTS_OF_A_TOKEN, STEPS = 2, 3, 3
+LAYERS, EXPERTS_OF_A_TOKEN, STEPS = 2, 3, 2
 
 
 def save_model(folder: Path) -> Path:
@@ -68,6 +68,8 @@ def test_experts_of_every_token_reach_the_trainer(tmp_path: Path, order: tuple[s
         "rollout.segment_tokens=6",
         "rollout.routing_replay=true",
         "parallel.ep=2",
+        "algorithm.group_size=4",
+        "taskset.eval_size=8",
         *order,
     )
     job = Job(tmp_path / "run", settings).start()

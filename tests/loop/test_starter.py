@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 
 import pytest
 
 from megarl.cli import main
+from megarl.core.processes.fork import ForkServer
+from megarl.explore.agents.program import with_loopback
 from megarl.run.launch.starter import KINDS
 from tests.system.jobs import START_S, Job
 
@@ -26,3 +29,12 @@ def test_a_folder_trains(tmp_path: Path, kind: str) -> None:
     assert "Traceback" not in job.output.read_text()
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines][-1] == 1
+
+
+def test_variables_of_agents_keep_no_process_from_being_forked() -> None:
+    requests, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server, environment = ForkServer(requests, {"PATH": "/bin"}), {"PATH": "/bin", **with_loopback({})}
+    assert len(environment) > 1 and server.differing(environment) == set()
+    assert server.differing({**environment, "PATH": "/usr/bin"}) == {"PATH"}
+    server.close()
+    other.close()

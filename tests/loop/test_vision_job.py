@@ -1,4 +1,5 @@
-"""A job on images: engine and trainer agree, its tower learns or stays, and a killed one goes on with the same bits."""
+"""A job on images, which an environment shows with each message: engine and trainer agree on every token, its tower
+learns or stays, and a killed one goes on with the same bits."""
 
 from __future__ import annotations
 
@@ -18,9 +19,11 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from megarl.buffer.order.draws import EXPERT, data_seed, num_expert_rows, numbers_of_step
 from megarl.buffer.store import Store
 from megarl.config import Config, compose
+from megarl.core.schema import file_digest
 from megarl.run.run_dir.prepare import make
 from megarl.tasks import ChatTokenizer, chat_messages, read_rows
 from megarl.tasks.image_processor import Processor
+from tests.loop import picture_agent, picture_game
 from tests.loop.same_run import learned, left_alone, steps_of, whole_and_killed
 from tests.parallel import peft_twin
 from tests.parallel.families import score_class
@@ -43,13 +46,22 @@ SETTINGS = (
     "rollout.max_num_seqs=64",
 )
 
+TURNS = ("rollout.max_trajectory_tokens=64", "trainer.warm_start.steps=30")
+WORKFLOWS = {
+    "environment": ("rollout.workflow=environment", f"rollout.environment={picture_game.__file__}"),
+    "agent": ("rollout.workflow=agent", f"rollout.agent={picture_agent.__file__}", "rollout.agent_rewards=true"),
+}
+FEWER = ("algorithm.group_size=4", "trainer.warm_start.batch_size=16", "trainer.warm_start.optimizer.warmup_steps=3")
+"""Smaller steps of the jobs whose bits are compared."""
+
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     """A job that was left alone, and one that was killed in its fourth step and went on from its second, with engines
     that leave while the trainer computes."""
     then = ("rollout.placement=colocated",)
-    with whole_and_killed(tmp_path_factory.mktemp("vision"), SETTINGS, 3, 2, then=then) as runs:
+    settings = (*SETTINGS, *TURNS, *WORKFLOWS["environment"], *FEWER)
+    with whole_and_killed(tmp_path_factory.mktemp("vision"), settings, 3, 2, then=then) as runs:
         yield runs
 
 
@@ -66,6 +78,34 @@ def test_prompts_have_a_placeholder_for_each_vector(runs: tuple[Path, Path]) -> 
     assert len(images) == len({trajectory.task_id for trajectory in found}) == 8
     assert all(int((trajectory.prompt.token_ids == 7).sum()) == 4 for trajectory in found)
     store.close()
+
+
+def test_pictures_of_every_turn_are_kept(runs: tuple[Path, Path]) -> None:
+    check_pictures(runs[0])
+
+
+@pytest.mark.soak  # the same turns as the environment's
+def test_an_agent_shows_the_same_pictures(tmp_path: Path) -> None:
+    with left_alone(tmp_path / "agent", (*SETTINGS, *TURNS, *WORKFLOWS["agent"], "trainer.steps=2")) as run:
+        steps = steps_of(run)
+        assert len(steps) == 2 and all(0 < step["training/rollout_logp_diff_max"] < 1e-4 for step in steps)
+        check_pictures(run)
+
+
+def check_pictures(run: Path) -> None:
+    """Check that trajectories which have seen every picture were shown the task's, it upside down, and it again."""
+    with closing(Store(f"sqlite:///{run}/store.db", read_only=True)) as store:
+        found = store.groups.trajectories("train-000000")
+        shown = [[len(turn.images) for turn in trajectory.turns if turn.author != "model"] for trajectory in found]
+        whole = [t for t, images in zip(found, shown, strict=True) if images == [1, 1, 1]]
+        assert whole, "some trajectories have seen every picture"
+        files = store.tasks.images({trajectory.task_id for trajectory in found})
+        beside = store.groups.images([trajectory.group_id for trajectory in found])
+    for trajectory in whole:
+        [own] = files[trajectory.task_id]
+        expected = [own, picture_agent.turned(own), own]
+        seen = [digest for turn in trajectory.turns for digest in turn.images]
+        assert seen == [file_digest(file) for file in expected] and beside[seen[1]] == expected[1]
 
 
 def test_the_tower_learns(runs: tuple[Path, Path]) -> None:

@@ -31,7 +31,7 @@ STEPS = 3
 EXPLORERS = ("rollout.explorers=2", "reward.workers=2")
 
 
-ADAPTERS = ("model.lora.rank=4", "trainer.optimizer.lr=0.003")
+ADAPTERS = ("model.lora.rank=4", "trainer.optimizer.lr=0.003", "algorithm.group_size=4", "taskset.eval_size=8")
 each_run = pytest.mark.parametrize(
     "run", [(), pytest.param(ADAPTERS, marks=pytest.mark.slow)], indirect=True, ids=["model", "adapters"]
 )

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 LATE = (
     "MEGARL_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_", "TMPDIR", "VLLM_RPC_BASE_PATH", "VLLM_HOST_IP",
     "TORCHINDUCTOR_CACHE_DIR", "CUDA_VISIBLE_DEVICES", "PYTHONUNBUFFERED", "GLOO_", "NCCL_", "TP_SOCKET_IFNAME",
-    "PYTEST_CURRENT_TEST",
+    "PYTEST_CURRENT_TEST", "NO_PROXY", "no_proxy",
 )  # fmt: skip
 """Prefixes of variables that no import reads."""
 MESSAGE_BYTES = 2**18
