@@ -54,8 +54,9 @@ SETTINGS = last_of_each([
 DISK = "1g"
 """Size of the disk that both nodes share."""
 PREEMPTED = 130
-END_S, LOOK_S = 300.0, 0.05
-"""Longest wait for the commands of other nodes and for processes to end; seconds between two looks."""
+END_S, LOOK_S, SEGMENTS_S = 300.0, 0.1, 5.0
+"""Longest wait for the commands of other nodes and for processes to end; seconds between two looks, and between two at
+shared memory."""
 TRAINER, EXPLORER, ENGINE = "megarl.run.start trainer", "megarl.run.start explorer", "megarl.engines.server.server"
 REWARDS, REAPER = "megarl rewards serve", "megarl.run.process.reaper"
 SEGMENT = re.compile(r"/dev/shm/\S+")
@@ -139,6 +140,7 @@ class ChaosJob:
         self.temporary = Path(tempfile.mkdtemp(prefix="chaos-"))
         self._commands: list[Command] = []
         self._segments: set[Path] = set()
+        self._looked_at = 0.0
 
     def start(self) -> None:
         """Give the command on both nodes, the earlier ones of which have ended."""
@@ -170,6 +172,8 @@ class ChaosJob:
         """
         status = self.status()
         if status is None:
+            if time.monotonic() - self._looked_at > SEGMENTS_S:
+                self.processes()
             return True
         self.until_ended(f"the first node's command has ended with {status}")
         if status == 0:
@@ -187,7 +191,7 @@ class ChaosJob:
     def until_ended(self, after: str) -> None:
         """Wait until no process of either node lives. Raises ChaosError naming those that are left."""
         end = time.monotonic() + END_S
-        while self.commands or self.processes():
+        while self.commands or self.ground.processes():
             if time.monotonic() > end:
                 left = {pid: words(pid) for pid in [*self.commands, *self.processes()]}
                 raise ChaosError(f"{END_S:.0f} s after {after} there are still {left} ({self.logs})")
@@ -195,7 +199,7 @@ class ChaosJob:
 
     def processes(self) -> dict[int, int]:
         """Return pid -> node of all living processes; notes their shared memory."""
-        found = self.ground.processes()
+        self._looked_at, found = time.monotonic(), self.ground.processes()
         for pid in found:
             with suppress(OSError):
                 self._segments |= set(map(Path, SEGMENT.findall(Path(f"/proc/{pid}/maps").read_text())))
