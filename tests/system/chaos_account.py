@@ -1,4 +1,4 @@
-"""Account of jobs under faults: a line for each fault and each life, in a file to which every run adds; and its table."""
+"""Account of jobs under faults, a line for each fault and each life: all runs add to one file. And its table."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Account:
 
 
 def table(rows: Iterable[FaultRow | LifeRow], kinds: Sequence[str]) -> str:
-    """Return the lines of a page: a row for each kind in the order of ``kinds``, one for all, and a sentence on lives."""
+    """Return a page's table: a row for each kind in the order of ``kinds``, one for all; and a sentence on lives."""
     rows = list(rows)
     faults, lives = [r for r in rows if isinstance(r, FaultRow)], [r for r in rows if isinstance(r, LifeRow)]
     of_kind: Mapping[str, list[FaultRow]] = {

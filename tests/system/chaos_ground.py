@@ -6,28 +6,25 @@ its namespace, so that one which has lost its parent, its title or its environme
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine
 
 from megarl.core.metrics import records
 from megarl.core.processes import heartbeat
 from megarl.core.processes.fork import ForkServer
-from megarl.core.processes.machine import start_ticks
 from megarl.exam.processes import ENVIRONMENT, MODULES
 from megarl.run.job_store import store_of_run
 from tests.system.commands import Command

@@ -33,7 +33,11 @@ def test_the_account_adds_up_over_runs(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "account.jsonl"
     first = Account(path)
     assert first.rows() == [] and first.next_life() == 1
-    rows = [fault("disk full", 4.0), fault("disk full", 8.0), LifeRow(1, 1800.0, 3, 99, EQUAL)]
+    rows: list[FaultRow | LifeRow] = [
+        fault("disk full", 4.0),
+        fault("disk full", 8.0),
+        LifeRow(1, 1800.0, 3, 99, EQUAL),
+    ]
     for row in rows:
         first.add(row)
     with path.open("a") as file:
@@ -52,7 +56,9 @@ def test_the_account_adds_up_over_runs(tmp_path: Path) -> None:
 
 def test_the_table_is_replaced_and_the_text_around_it_stays() -> None:
     page = with_table(PAGE.read_text(), table([fault("disk full", 4.0)], list(KINDS)))
-    assert with_table(page, "other\n").count("disk full") == PAGE.read_text().partition("<!-- chaos")[0].count("disk full")
+    assert with_table(page, "other\n").count("disk full") == PAGE.read_text().partition("<!-- chaos")[0].count(
+        "disk full"
+    )
     assert with_table(with_table(page, "other\n"), table([fault("disk full", 4.0)], list(KINDS))) == page
     with pytest.raises(ValueError, match="no <!-- chaos: begin"):
         with_table("# Soak\n", "")
