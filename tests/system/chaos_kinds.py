@@ -68,6 +68,13 @@ def _chosen(pids: Sequence[int], drawn: Drawn) -> int:
     return sorted(pids)[int(drawn.pick * len(pids))]
 
 
+def named(command: str) -> str:
+    """Return what a command line runs."""
+    if "tests.system.inside" in command:
+        return "the command"
+    return " ".join(command.partition(" -m ")[2].split()[:2]) or command[:LINE]
+
+
 def _node_of(drawn: Drawn) -> int:
     return int(drawn.pick * len(NODES))
 
@@ -77,7 +84,7 @@ def _kill(find: Callable[[ChaosJob], Sequence[int]]) -> Kind:
         pid = _chosen(find(job), drawn)
         node, text = job.processes().get(pid), words(pid)
         send(pid, signal.SIGKILL)
-        return f"node {node}: {text[:LINE]}"
+        return f"node {node}: {named(text)}"
 
     return do
 
@@ -100,9 +107,17 @@ def _explorers(job: ChaosJob) -> list[int]:
 
 
 def _reward_workers(job: ChaosJob) -> list[int]:
-    """Return the children of the explorer and of reward hosts."""
-    parents = {*job.of(EXPLORER), *job.of(REWARDS)}
-    return [pid for pid in job.processes() if parent_of(pid) in parents]
+    return job.of("megarl.rewards.pool.worker")
+
+
+def _checkpoint_writers(job: ChaosJob) -> list[int]:
+    """Return the forks of trainer ranks."""
+    ranks = set(job.of(TRAINER))
+    return [pid for pid in job.processes() if parent_of(pid) in ranks and TRAINER in words(pid)]
+
+
+def _fork_servers(job: ChaosJob) -> list[int]:
+    return [pid for pid in job.processes() if "megarl.core.processes.fork" in words(pid)]
 
 
 def _reward_hosts(job: ChaosJob) -> list[int]:
@@ -123,8 +138,9 @@ def _database(job: ChaosJob) -> list[int]:
 
 
 def _anything(job: ChaosJob) -> list[int]:
-    found = (_trainers, _engines, _engine_workers, _explorers, _reward_hosts, _commands, _reapers, _database)
-    return [pid for find in found for pid in find(job)]
+    trained = (_trainers, _checkpoint_writers, _engines, _engine_workers, _explorers)
+    others = (_reward_hosts, _reward_workers, _commands, _reapers, _fork_servers, _database)
+    return [pid for find in (*trained, *others) for pid in find(job)]
 
 
 def _node_killed(job: ChaosJob, drawn: Drawn) -> str:
@@ -156,7 +172,7 @@ def _stopped(least: float, most: float) -> Kind:
         node, text = job.processes().get(pid), words(pid)
         seconds = between(drawn, least, most)
         _hold([pid], seconds)
-        return f"{seconds:.0f} s, node {node}: {text[:LINE]}"
+        return f"{seconds:.0f} s, node {node}: {named(text)}"
 
     return do
 
@@ -246,7 +262,7 @@ def _session(pid: int) -> int:
     return 0
 
 
-LINE = 90
+LINE = 40
 """Most characters of a command line in the account."""
 Kind = Callable[[ChaosJob, Drawn], str]
 """Does it, waits until it is over, and returns its details. Raises Absent."""
@@ -257,6 +273,8 @@ KINDS: Mapping[str, Kind] = {
     "explorer: SIGKILL": _kill(_explorers),
     "reward worker: SIGKILL": _kill(_reward_workers),
     "reward host: SIGKILL": _kill(_reward_hosts),
+    "writer of checkpoints: SIGKILL": _kill(_checkpoint_writers),
+    "fork server: SIGKILL": _kill(_fork_servers),
     "reaper: SIGKILL": _kill(_reapers),
     "a node's command: SIGKILL": _kill(_commands),
     "all of a node: SIGKILL": _node_killed,
