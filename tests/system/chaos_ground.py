@@ -6,6 +6,7 @@ its namespace, so that one which has lost its parent, its title or its environme
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -32,7 +33,7 @@ from tests.system.fault_table import without_counts
 from tests.system.jobs import TINY, last_of_each
 from tests.system.networks import Networks
 from tests.system.shims import Shim
-from tests.system.soak import answers, checkpoints_and_metrics
+from tests.system.soak import NOT_COMPARED, answers, checkpoints_and_metrics
 
 STEPS, TASKS = 20, 8
 NODES = ("n0", "n1")
@@ -224,7 +225,10 @@ class ChaosJob:
         return [*processes, *(str(p) for p in sorted({*self._segments, *self.temporary.iterdir()}) if p.exists())]
 
     def found(self) -> dict[str, Any]:
-        """Return what two jobs must have alike: name -> value. Raises ChaosError if a group was used twice or never."""
+        """Return what two jobs must have alike: name -> value. Raises ChaosError if a group was used twice or never.
+
+        Metrics of steps are the store's: a full disk leaves records out of ``metrics.jsonl``.
+        """
         found = without_counts(checkpoints_and_metrics(self.run_dir))
         with store_of_run(STORE, self.run_dir) as store:
             found |= answers(store, STEPS)
@@ -232,13 +236,16 @@ class ChaosJob:
             with closing(engine.raw_connection()) as connection, closing(connection.cursor()) as cursor:
                 cursor.execute("select group_id, state, used_by from groups where rollout_id like 'train-%'")
                 groups = cursor.fetchall()
-                cursor.execute("select step from steps order by step")
-                steps = [step for (step,) in cursor.fetchall()]
+                cursor.execute("select step, metrics from steps order by step")
+                recorded = {step: json.loads(metrics) for step, metrics in cursor.fetchall()}
             engine.dispose()
+        for step, metrics in recorded.items():
+            kept = {name: value for name, value in metrics.items() if not NOT_COMPARED.match(name)}
+            found |= without_counts({f"metrics of step {step}": {"step": step, **kept}})
         used = [used_by for _, _, used_by in groups]
         counts = {step: used.count(step) for step in range(1, STEPS + 1)}
-        if steps != list(counts) or set(counts.values()) != {TASKS}:
-            raise ChaosError(f"steps {steps}, groups of each step {counts}")
+        if list(recorded) != list(counts) or set(counts.values()) != {TASKS}:
+            raise ChaosError(f"steps {list(recorded)}, groups of each step {counts}")
         return found | {f"group {group_id}": [state, used_by] for group_id, state, used_by in groups}
 
     def close(self, keep: bool) -> None:
