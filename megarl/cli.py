@@ -534,6 +534,7 @@ def _offer(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from megarl.core.errors import ConfigError
+    from megarl.core.processes import heartbeat
     from megarl.rewards.pool.child import PrintedOutput
     from megarl.rewards.pool.host import serve
 
@@ -544,6 +545,7 @@ def _offer(arguments: argparse.Namespace) -> int:
 
     if arguments.workers < 1:
         raise ConfigError(f"--workers {arguments.workers}: must be at least 1")
+    heartbeat.begin()  # a job's watchdog would end a host that never begins its work
     try:
         asyncio.run(
             serve(

@@ -24,6 +24,7 @@ COMMANDS = {
     "sync mutants": (sys.executable, "-m", "tests.loop.sync_mutants"),
     "sync mutants, 8 bits": (sys.executable, "-m", "tests.loop.sync_mutants", "fp8", "1000", "2000"),
     "kills": (sys.executable, "-m", "tests.system.soak"),
+    "chaos": (sys.executable, "-m", "tests.system.chaos", "--write"),
     "exam": (sys.executable, "-m", "megarl", "exam", "--healthy", "100", "--at-once", "2"),
     "controls": (sys.executable, "benchmarks/controls.py"),
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 
 def possible() -> bool:
@@ -70,6 +72,30 @@ class Networks:
     def cut(self, name: str) -> None:
         """Nothing comes there or from there any more; nobody is told."""
         _ip("link", "set", self._link(self._names.index(name)), "down")
+
+    def join(self, name: str) -> None:
+        """End ``cut``."""
+        _ip("link", "set", self._link(self._names.index(name)), "up")
+
+    def drop(self, name: str, kilobits: int) -> None:
+        """Drop what comes there in excess of a rate: one packet waits, others are lost."""
+        link = ("dev", self._link(self._names.index(name)), "root")
+        rate = ("rate", f"{kilobits}kbit", "burst", "3000", "limit", "3000")
+        subprocess.run(["tc", "qdisc", "replace", *link, "tbf", *rate], check=True, capture_output=True)
+
+    def keep(self, name: str) -> None:
+        """End ``drop``."""
+        link = ("dev", self._link(self._names.index(name)), "root")
+        subprocess.run(["tc", "qdisc", "del", *link], capture_output=True)
+
+    def of_process(self, pid: int) -> str | None:
+        """Return the name of the namespace that a process is in; None if it is in none of them or has ended."""
+        with suppress(OSError):
+            inode = os.stat(f"/proc/{pid}/ns/net").st_ino
+            for name in self._names:
+                if os.stat(f"/run/netns/{self._namespace(name)}").st_ino == inode:
+                    return name
+        return None
 
     def _namespace(self, name: str) -> str:
         return f"mgr{self._number}-{name}"

@@ -112,8 +112,15 @@ def checkpoints_and_metrics(run_dir: Path) -> dict[str, Any]:
 
 def found_in(run_dir: Path, steps: int = STEPS) -> dict[str, Any]:
     """What two runs of so many steps must have alike: name -> value."""
-    found = checkpoints_and_metrics(run_dir)
     store = Store(f"sqlite:///{run_dir}/store.db")
+    found = checkpoints_and_metrics(run_dir) | answers(store, steps)
+    store.close()
+    return found
+
+
+def answers(store: Store, steps: int) -> dict[str, Any]:
+    """Task, tokens, log-probs and reward of each answer of so many steps: name -> value."""
+    found: dict[str, Any] = {}
     for rollout in ["eval-before", *(f"train-{step:06d}" for step in range(steps)), "eval-after"]:
         for e in store.groups.trajectories(rollout):
             said = [
@@ -124,7 +131,6 @@ def found_in(run_dir: Path, steps: int = STEPS) -> dict[str, Any]:
                 e.finish_reason,
             ]
             found[f"{rollout}, answer {e.group_id}/{e.index}"] = said
-    store.close()
     return found
 
 

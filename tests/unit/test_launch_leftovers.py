@@ -26,6 +26,7 @@ from megarl.run.process import reaper as reapers
 from megarl.run.process.process import Child
 from megarl.run.process.reaper import Reaper, end
 from megarl.run.run_dir.owner import own_run_dir
+from tests.system.shims import Shim
 from tests.unit.test_launch import child, read_or_empty
 
 
@@ -265,6 +266,30 @@ def test_a_killed_program_of_postgresql_leaves_no_shared_memory() -> None:
         assert program.stdout is not None and program.stdout.readline() == "up\n" and segment.exists()
         postgres.kill_session(program)
     assert not segment.exists()
+
+
+def test_shared_memory_of_before_a_jump_of_the_clock_is_found(tmp_path: Path) -> None:
+    """A supervisor whose clock is set ahead by an hour removes what its engines made before."""
+    segment, shim = Path(f"/dev/shm/psm_{secrets.token_hex(8)}"), Shim(tmp_path, "node")
+    code = (
+        "import mmap, os, sys; from megarl.engines.client.leftovers import shared_memory; "
+        f"file = open({str(segment)!r}, 'w+b'); file.truncate(4096); held = mmap.mmap(file.fileno(), 4096)\n"
+        "for line in sys.stdin: print(*shared_memory(os.getpgrp()), flush=True)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env={**os.environ, **shim.environment}, start_new_session=True, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        found = []
+        for jump in (0, 3600, -3600):
+            shim.jump(jump)
+            process.stdin.write("\n")
+            process.stdin.flush()
+            found.append(process.stdout.readline().split())
+        process.stdin.close()
+    segment.unlink()
+    assert found == [[str(segment)]] * 3
 
 
 def test_a_folder_of_sockets_has_a_short_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

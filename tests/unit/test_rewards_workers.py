@@ -211,6 +211,22 @@ def test_answers_outlive_a_host_and_end_with_the_last_worker(flaky: Path, monkey
     assert last.reward.status == "error" and "no reward process comes up" in str(last.message)
 
 
+def test_a_host_on_a_busy_machine_has_time_to_start_a_process(flaky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reward_process, "CONNECT_S", 2.0)
+
+    class Late(RewardHost):
+        async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await asyncio.sleep(2.5)
+            await super()._serve(reader, writer)
+
+    async def main() -> None:
+        async with Late("127.0.0.1", 0, KEY, workers=1) as host:
+            async with RewardPool(RewardConfig(path=str(flaky), hosts=[f"127.0.0.1:{host.port}"]), key=KEY):
+                pass
+
+    asyncio.run(main())
+
+
 def test_a_host_that_is_not_there_or_has_another_key_is_named(flaky: Path) -> None:
     async def enter(port: int, key: str) -> None:
         async with RewardPool(RewardConfig(path=str(flaky), hosts=[f"127.0.0.1:{port}"]), key=key):

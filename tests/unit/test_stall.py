@@ -115,6 +115,14 @@ def stopped(child: Child) -> None:
 # ---------------------------------------------------------------- the page
 
 
+def test_a_host_of_reward_workers_is_seen_to_work(node: LocalNode, tmp_path: Path) -> None:
+    """A host that seems to start for longer than ``rollout.start_timeout_s`` is killed, in the middle of its work."""
+    argv = ("-m", "megarl", "rewards", "serve", "--port", "0", "--workers", "1", "--output", str(tmp_path / "output"))
+    env = {"MEGARL_JOB_KEY": "a key of the tests, long enough"}
+    host = node.start(Spec("reward host 1", argv, env, str(tmp_path / "host.log")))
+    until(lambda: host.heartbeat().phase == "serving", host)
+
+
 def test_a_reader_sees_whole_records(tmp_path: Path) -> None:
     """While they are written at full speed."""
     enough = tmp_path / "enough"

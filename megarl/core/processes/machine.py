@@ -95,11 +95,25 @@ def start_ticks(pid: int) -> int | None:
     return None
 
 
-def started_at(pid: int) -> float | None:
-    """Start of a process in Unix seconds, to a clock tick (10 ms); ``None`` if it has ended."""
-    ticks = start_ticks(pid)
+def _booted_at() -> float:
+    """Boot of this machine by its present clock, in Unix seconds."""
     # ``btime`` of /proc/stat, which psutil adds to, is a whole second.
-    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+_FIRST_BOOTED_AT = _booted_at()
+"""The boot by the clock of this module's import."""
+
+
+def started_at(pid: int, *, earliest: bool = False) -> float | None:
+    """Start of a process in Unix seconds, to a clock tick (10 ms); ``None`` if it has ended.
+
+    Args:
+        earliest: Take the earlier time if the clock has jumped since, for comparisons with times of files.
+    """
+    ticks, booted = start_ticks(pid), _booted_at()
+    if earliest:
+        booted = min(booted, _FIRST_BOOTED_AT)
     return None if ticks is None else booted + ticks / os.sysconf("SC_CLK_TCK")
 
 

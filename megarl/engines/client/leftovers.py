@@ -126,7 +126,8 @@ def shared_memory(group: int) -> set[Path]:
     owned by this user or the mapping process, not older than the group, and named as in ``_SEGMENT``.
     """
     members = group_members(group)
-    since = min(filter(None, map(started_at, members)), default=0.0) - CLOCK_SLACK_S
+    starts = (started_at(pid, earliest=True) for pid in members)  # files have the times of before a jump of the clock
+    since = min(filter(None, starts), default=0.0) - CLOCK_SLACK_S
     segments = set()
     for pid in members:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):

@@ -364,11 +364,11 @@ class RemoteRewardProcess:
         await send_line(writer, challenge=mine, proof=secrets.prove(self._key, theirs, CALLER))
         if not secrets.is_proof((await self._greeting(reader)).get("proof"), self._key, mine, HOST):
             raise WorkerDied(f"reward.hosts: {self._address} gives no worker: it has another key (MEGARL_JOB_KEY)")
-        await self._greeting(reader)  # the host has started the process
+        await self._greeting(reader, START_TIMEOUT_S)  # the host has started the process
 
-    async def _greeting(self, reader: asyncio.StreamReader) -> dict[str, Any]:
+    async def _greeting(self, reader: asyncio.StreamReader, timeout_s: float | None = None) -> dict[str, Any]:
         try:
-            async with asyncio.timeout(CONNECT_S):
+            async with asyncio.timeout(CONNECT_S if timeout_s is None else timeout_s):
                 line = await reader.readline()
             answer = _parsed(line) if line.endswith(b"\n") else {"error": "it closed the connection"}
         except ValueError as error:
