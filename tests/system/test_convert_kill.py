@@ -28,7 +28,7 @@ CONFIG = {
     "vocab_size": 2000,
     "hidden_size": 512,
     "intermediate_size": 1024,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 128,
@@ -48,7 +48,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 MB."""
+    """70 MB."""
     path = tmp_path_factory.mktemp("kill") / "hf"
     path.mkdir()
     generator = torch.Generator().manual_seed(0)
