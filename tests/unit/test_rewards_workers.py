@@ -220,9 +220,11 @@ def test_a_host_on_a_busy_machine_has_time_to_start_a_process(flaky: Path, monke
             await super()._serve(reader, writer)
 
     async def main() -> None:
-        async with Late("127.0.0.1", 0, KEY, workers=1) as host:
-            async with RewardPool(RewardConfig(path=str(flaky), hosts=[f"127.0.0.1:{host.port}"]), key=KEY):
-                pass
+        async with (
+            Late("127.0.0.1", 0, KEY, workers=1) as host,
+            RewardPool(RewardConfig(path=str(flaky), hosts=[f"127.0.0.1:{host.port}"]), key=KEY),
+        ):
+            pass
 
     asyncio.run(main())
 
