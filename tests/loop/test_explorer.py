@@ -409,12 +409,14 @@ def process(
     *,
     descriptors: Mapping[str, int] = MappingProxyType({}),
     rollout: Mapping[str, Any] | None = None,
+    forked: bool = True,
     **env: str,
 ) -> Iterator[ForkedExplorer]:
     """Run an explorer's process until the end of the block.
 
     Args:
         descriptors: Variable -> descriptor whose number in the process it gets.
+        forked: False starts the process by itself.
     """
     config = Config(
         run=RunConfig(dir=str(tmp_path)),
@@ -432,8 +434,12 @@ def process(
     variables = {**os.environ, "MEGARL_JOB_KEY": KEY, "MEGARL_ATTEMPT": "1", **env}
     log = tmp_path / "explorer.log"
     with log.open("wb") as output:
-        pid = explorers().fork(command, variables, output.fileno(), descriptors)
-    assert pid is not None, explorers().differing(variables)
+        if forked:
+            pid = explorers().fork(command, variables, output.fileno(), descriptors)
+            assert pid is not None, explorers().differing(variables)
+        else:
+            actions = [(os.POSIX_SPAWN_DUP2, output.fileno(), 2)]
+            pid = os.posix_spawn(sys.executable, [sys.executable, *command], variables, file_actions=actions)
     explorer = ForkedExplorer(pid, log)
     try:
         yield explorer
@@ -625,8 +631,8 @@ def test_other_processes_of_the_user_cannot_read_an_explorers_keys(
         "    model.ask(task)\n    await model.generate()\n"
     )
     request(store)
-    rollout = {"workflow": str(path)}
-    with serving(FakeServer(tokenizer)) as url, process(tmp_path, model_path, url, rollout=rollout) as explorer:
+    own = functools.partial(process, rollout={"workflow": str(path)}, forked=False)
+    with serving(FakeServer(tokenizer)) as url, own(tmp_path, model_path, url) as explorer:
         wait_for(lambda: store.rollouts.progress("r0") == (3, 3))
         store.journal.close_job()
         assert explorer.wait(60) == 0
