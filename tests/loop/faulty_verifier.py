@@ -1,4 +1,4 @@
-"""Verifier of the game ``guess``, which fails at every third response the first time it reads it, in one of 20 ways.
+"""Verifier of the game ``guess``, which fails at every fifth response the first time it reads it, in one of 20 ways.
 
 Workers are processes, some of which die here: what has failed is a file each, in the folder ``MEGARL_TEST_FAULTS``.
 """
@@ -23,7 +23,7 @@ KINDS = (*EXCEPTIONS, "exit", "kill", "hang", "none", "text", "nan", "parts", "s
 def compute_score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
     """1.0 where the last guess of a response is right."""
     name = hashlib.sha256(f"{solution_str}|{ground_truth}|{extra_info}".encode()).hexdigest()
-    if int(name, 16) % 3 == 0 and is_first(name):
+    if int(name, 16) % 5 == 0 and is_first(name):
         number = len(list(Path(os.environ["MEGARL_TEST_FAULTS"]).glob("once_*"))) - 1
         return failed(KINDS[number % len(KINDS)])
     guesses = re.findall(r"-?\d+", solution_str)

@@ -18,7 +18,7 @@ from tests.loop.same_model import assert_same_model, steps
 from tests.system.jobs import START_S, Job
 
 pytestmark = pytest.mark.timeout(6 * START_S)
-STEPS, TASKS = 1, 12
+STEPS, TASKS = 2, 8
 SETTINGS = (
     "experiment=guess",
     f"trainer.steps={STEPS}",

@@ -18,7 +18,7 @@ from tests.loop.same_model import assert_same_model, steps
 from tests.system.jobs import START_S, Job
 
 pytestmark = [pytest.mark.sandbox, pytest.mark.timeout(3 * START_S)]
-STEPS, TASKS = 1, 20
+STEPS, TASKS = 2, 12
 SETTINGS = (
     "experiment=quickstart",
     "taskset=code",

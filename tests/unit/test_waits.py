@@ -36,7 +36,6 @@ LIMITED = {
     "train/loop/remote_copies.RemoteCopies.stop: self._process.wait": "SIGKILL before it",
     "rewards/again.SecondVerifier.replies: self._socket.recv": "no wait: the selector has seen bytes",
     "rewards/again.main: questions.readline": "the other side's life: its end is an end of file",
-    "run/replay._on_grid: process.wait": "a command: its user ends it",
     "ops/divergence._LinearDivergence.backward: gradients.result": "no wait: a sum of tensors",
     "explore/agents/program.run_command: output.ended.wait": "rollout.agent_timeout_s",
     "explore/agents/program._end: output.ended.wait": "command.DRAIN_S",
