@@ -32,6 +32,9 @@ from megarl.weights.checkpoint.training.manifest import finished, steps_of
 if TYPE_CHECKING:
     from megarl.train.replay import ReplayStage
 
+LONGEST_S = 24 * 3600.0
+"""Seconds that the ranks of a replayed step may take."""
+
 
 def replay(run_dir: Path, step: int, *, weights: Path | None = None, same_grid: bool = False) -> int:
     """Compute a step again and print its stages; return 1 if one differs, else 0.
@@ -178,7 +181,7 @@ def _on_grid(task: str, config: Config, servers: ForkServers | None) -> list[Rep
             _start(["-m", __name__, str(file)], {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, path, servers)
             for rank, path in enumerate(outputs)
         ]
-        if failed := [rank for rank, process in enumerate(started) if process.wait(math.inf)]:
+        if failed := [rank for rank, process in enumerate(started) if process.wait(LONGEST_S)]:
             last = outputs[failed[0]].read_text()[-2000:]
             raise ConfigError(f"rank {failed[0]} could not compute the step again:\n{last}")
         return [ReplayStage(**stage) for stage in json.loads(outputs[0].read_text().splitlines()[-1])]

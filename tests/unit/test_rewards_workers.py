@@ -229,6 +229,24 @@ def test_a_host_on_a_busy_machine_has_time_to_start_a_process(flaky: Path, monke
     asyncio.run(main())
 
 
+def test_a_look_whether_a_host_listens_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        async with RewardHost("127.0.0.1", 0, KEY, workers=1) as host:
+            for waits in (False, True):
+                reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+                if waits:
+                    await reader.readline()
+                writer.close()
+            reader, writer = await asyncio.open_connection("127.0.0.1", host.port)
+            writer.write(b"{}\n")
+            while b"wrong key" not in await reader.readline():
+                pass
+            writer.close()
+
+    asyncio.run(main())
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == ["wrong key"]
+
+
 def test_a_host_that_is_not_there_or_has_another_key_is_named(flaky: Path) -> None:
     async def enter(port: int, key: str) -> None:
         async with RewardPool(RewardConfig(path=str(flaky), hosts=[f"127.0.0.1:{port}"]), key=key):

@@ -29,6 +29,8 @@ from megarl.rewards.pool.process import (
 log = logging.getLogger(__name__)
 
 MIN_KEY = 16
+LEFT = ""
+"""Answer to a caller that leaves without a proof, as a supervisor does to see whether the host listens."""
 GREETING_BYTES = 2**14
 """Maximum bytes of the proof line, which this process buffers for an unauthenticated client."""
 
@@ -83,7 +85,7 @@ class RewardHost:
                     await self._serve(reader, writer)
                 finally:
                     self._open.discard(task)
-            else:
+            elif refusal is not LEFT:
                 log.warning("%s: %s", writer.get_extra_info("peername"), refusal)
                 await send_line(writer, error=refusal)
         except OSError as error:
@@ -92,12 +94,18 @@ class RewardHost:
             writer.close()
 
     async def _refusal(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str | None:
-        """Check the caller's proof and send this host's. Return the reason for a refusal, or None."""
+        """Check the caller's proof and send this host's. Return the reason for a refusal, ``LEFT``, or None."""
         mine = secrets.challenge()
-        with contextlib.suppress(ValueError, TypeError, KeyError, OSError, RecursionError):
+        with contextlib.suppress(ValueError, TypeError, KeyError, TimeoutError, RecursionError):
             async with asyncio.timeout(CONNECT_S):
                 await send_line(writer, challenge=mine)
-                greeting = json.loads(await reader.readline())
+                try:
+                    line = await reader.readline()
+                except ConnectionError:
+                    return LEFT
+                if not line:
+                    return LEFT
+                greeting = json.loads(line)
                 if secrets.is_proof(greeting["proof"], self._key, mine, CALLER):
                     await send_line(writer, proof=secrets.prove(self._key, str(greeting["challenge"]), HOST))
                     return f"all {self._most} workers are taken" if self.busy >= self._most else None
