@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.core.processes.memory_files import MemoryFiles, open_file
+from megarl.core.processes.memory_files import MemoryFiles, names_in, open_file
 
 OTHER = """
 import os, sys
@@ -30,6 +30,7 @@ def test_another_process_opens_the_same_file_and_none_is_left() -> None:
     assert os.pread(first, 9, 0) == b"theirs"
     other = open_file(files.address, "b")
     assert os.pread(other, 9, 0) == b""
+    assert names_in(files.address) == ["a", "b"]
     files.close()
     with pytest.raises(ConnectionRefusedError):
         open_file(files.address, "a")
@@ -42,5 +43,6 @@ def test_files_of_a_folder_stay(tmp_path: Path) -> None:
     os.pwrite(descriptor, b"ours", 0)
     os.close(descriptor)
     assert (tmp_path / "a").read_bytes() == b"ours"
+    assert names_in(str(tmp_path)) == ["a"]
     with pytest.raises(FileNotFoundError):
         open_file(str(tmp_path / "none"), "a")

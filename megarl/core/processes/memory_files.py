@@ -14,6 +14,8 @@ PREFIX = "memory:"
 """Begin of an address, before the name of an abstract Unix socket."""
 LONGEST = 255
 """Most bytes of a file's name."""
+NAMES, MOST = b"\0", 2**17
+"""Request for the names of all files, and most bytes of the answer."""
 
 
 class MemoryFiles:
@@ -37,11 +39,16 @@ class MemoryFiles:
             with connection, suppress(OSError):
                 connection.settimeout(1.0)  # a client sends at once
                 _, user, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-                name = connection.recv(LONGEST).decode(errors="replace")
-                if user == os.geteuid() and name:
-                    if name not in self._files:
-                        self._files[name] = os.memfd_create(name)
-                    socket.send_fds(connection, [b"file"], [self._files[name]])
+                request = connection.recv(LONGEST)
+                if user != os.geteuid() or not request:
+                    continue
+                if request == NAMES:
+                    connection.send("\n".join(self._files).encode())
+                    continue
+                name = request.decode(errors="replace")
+                if name not in self._files:
+                    self._files[name] = os.memfd_create(name)
+                socket.send_fds(connection, [b"file"], [self._files[name]])
 
     def close(self) -> None:
         """Close the files."""
@@ -49,6 +56,16 @@ class MemoryFiles:
         self._socket.close()
         for descriptor in self._files.values():
             os.close(descriptor)
+
+
+def names_in(place: str) -> list[str]:
+    """Return the names of the files of a place, as in ``open_file``. Raises OSError."""
+    if not place.startswith(PREFIX):
+        return os.listdir(place)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(f"\0{place.removeprefix(PREFIX)}")
+        connection.send(NAMES)
+        return connection.recv(MOST).decode().split()
 
 
 def open_file(place: str, name: str) -> int:

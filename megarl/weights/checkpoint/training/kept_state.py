@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from megarl.core.errors import CheckpointError, JobError, first_of
 from megarl.core.jobs import KEPT_IN, NODE
-from megarl.core.processes.memory_files import open_file
+from megarl.core.processes.memory_files import names_in, open_file
 from megarl.weights.checkpoint.training import rank_state
 from megarl.weights.checkpoint.training.disk_space import on_rank_0
 from megarl.weights.checkpoint.training.manifest import SLOTS, remove, steps_of
@@ -88,8 +88,6 @@ class KeptState:
         self._group = dist.new_group(backend="gloo") if any(r is not None for r in self._receivers) else None
         self._memory: dict[str, mmap] = {}
         self._sending: threading.Thread | None = None
-        self._fetched: int | None = None
-        """Step whose file of this rank is known to be on this node."""
 
     def save(self, step: int, parts: Mapping[str, CheckpointedModel]) -> int:
         """Write this rank's state, and begin to send it to the next node; return its bytes.
@@ -111,7 +109,6 @@ class KeptState:
         for place, tensor in zip(places, tensors.values(), strict=True):
             place.within(memory).copy_(tensor)
         self._write_header(name, json.dumps(header | {"random": states}).encode())
-        self._fetched = step
         if self._group is not None:
             self._sending = threading.Thread(target=self._exchange, args=(step,), daemon=True)
             self._sending.start()
@@ -162,17 +159,16 @@ class KeptState:
     def _header_of(self, checkpoint: Path) -> dict[str, Any]:
         [step] = steps_of([checkpoint])
         self.settle()
-        if self._fetched != step:
-            self._fetch(checkpoint, step)
+        self._fetch(checkpoint, step)
         found = self._read_header(_name(self._rank, step))
-        assert found is not None, "fetched, or written by this process"
+        assert found is not None, "fetched, or written on this node"
         return found
 
     def _fetch(self, checkpoint: Path, step: int) -> None:
         """Get this rank's file from another node's copy if its own node lacks it. Every rank calls it."""
-        world = dist.get_world_size()
-        headers = [self._read_header(_name(rank, step)) for rank in range(world)]
-        here = [rank for rank, header in enumerate(headers) if header is not None and header["step"] == step]
+        world, names = dist.get_world_size(), set(names_in(self._place))
+        there = [rank for rank in range(world) if f"{_name(rank, step)}.json" in names]
+        here = [rank for rank in there if (self._read_header(_name(rank, step)) or {}).get("step") == step]
         held: list[list[int]] = [[]] * world
         dist.all_gather_object(held, here)
         lacking = [rank for rank in range(world) if rank not in held[rank]]
@@ -189,7 +185,6 @@ class KeptState:
                     work.wait()
             elif self._rank == rank:
                 self._receive(holder, rank, step)
-        self._fetched = step
 
     def _exchange(self, step: int) -> None:
         """Send this rank's file to its receiver, and receive the files that others send to this rank."""
