@@ -1,5 +1,5 @@
-"""``make test``: all tests in three pytest processes beside each other. Tests of jobs wait for something half of the
-time, so two processes leave a part of two cores idle.
+"""``make test``: all tests in four pytest processes beside each other. Tests of jobs wait for something half of the
+time, so fewer processes leave a part of two cores idle.
 
 ``python -m tests.together [options of pytest]`` prints what the tests of jobs print, then the output of the others,
 then one summary line of all. Status 1 when one failed.
@@ -15,9 +15,16 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
-FOLDERS = (("tests/loop",), ("tests/unit",), ("tests/system", "tests/parallel"))
-"""Folders of each process; they take about as long as each other."""
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = (
+    ("tests/loop/test_[a-r]*.py",),
+    ("tests/unit/test_[a-l]*.py",),
+    ("tests/system/test_*.py", "tests/unit/test_[m-z]*.py"),
+    ("tests/parallel/test_*.py", "tests/loop/test_[s-z]*.py"),
+)
+"""Files of each process; they take about as long as each other."""
 SUMMARY = re.compile(r"^=+ (.*) in [\d.]+s.* =+$")
 ORDER = ("failed", "passed", "skipped", "deselected", "xfailed", "xpassed", "warning", "warnings", "error", "errors")
 
@@ -36,6 +43,11 @@ def line(found: Counter[str], seconds: float) -> str:
     text = ", ".join(f"{found[outcome]} {outcome}" for outcome in ORDER if found[outcome])
     minutes, rest = divmod(int(seconds), 60)
     return f" {text} in {seconds:.2f}s ({minutes // 60}:{minutes % 60:02d}:{rest:02d}) ".center(80, "=")
+
+
+def files(patterns: Sequence[str]) -> list[str]:
+    """Return the files of a process, in the order of its patterns."""
+    return [str(path.relative_to(ROOT)) for pattern in patterns for path in sorted(ROOT.glob(pattern))]
 
 
 def run(groups: Sequence[Sequence[str]], options: Sequence[str]) -> int:
@@ -71,4 +83,4 @@ def run(groups: Sequence[Sequence[str]], options: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(FOLDERS, sys.argv[1:]))
+    sys.exit(run([files(patterns) for patterns in PARTS], sys.argv[1:]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import functools
 import itertools
 import math
 import os
@@ -14,6 +16,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,7 +27,9 @@ from megarl.config import Config, save_resolved
 from megarl.config.job import RunConfig, StoreConfig, SyncConfig
 from megarl.config.schema import FromScratchConfig, ModelConfig, RolloutConfig, TasksetConfig
 from megarl.core.errors import EngineError, RequestRefused
+from megarl.core.jobs import ProcessKind
 from megarl.core.processes import heartbeat
+from megarl.core.processes.fork import Forked, ForkServer
 from megarl.core.schema import GREEDY, Reward, Task, WeightsVersion
 from megarl.engines.client.client import Prompt, Sampling
 from megarl.engines.client.engine_choice import EngineChoice
@@ -35,6 +40,7 @@ from megarl.explore.explorer.trajectories import TrajectorySettings
 from megarl.explore.recording.model import NO_LIMITS, RolloutModel, TokenLimits, Workflow
 from megarl.explore.workflows.single_turn import FEEDBACK, reflect, single_turn
 from megarl.rewards import Verdict
+from megarl.run.process.process import PRELOAD
 from megarl.tasks import ChatTokenizer
 from megarl.tasks.templates.turns import messages_of, render_turns, turn_ids
 from tests.engine_rows import serving_row
@@ -375,16 +381,43 @@ def test_clock() -> None:
     assert (metrics["generation_s"], metrics["reward_s"], metrics["overlap_s"]) == (3.0, 5.0, 2.0)
 
 
+class ForkedExplorer(Forked):
+    """An explorer that is forked, as a job's explorers are, from a process with its imports."""
+
+    def __init__(self, pid: int, log: Path) -> None:
+        super().__init__(pid)
+        self.log = log
+
+    def signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+@functools.cache
+def explorers() -> ForkServer:
+    """Make the process to fork from."""
+    server = ForkServer.start(PRELOAD[ProcessKind.EXPLORER], dict(os.environ))
+    atexit.register(server.close)
+    return server
+
+
 @contextmanager
 def process(
     tmp_path: Path,
     model_path: Path,
     engines: str,
     *,
-    descriptors: Sequence[int] = (),
+    descriptors: Mapping[str, int] = MappingProxyType({}),
     rollout: Mapping[str, Any] | None = None,
+    forked: bool = True,
     **env: str,
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[ForkedExplorer]:
+    """Run an explorer's process until the end of the block.
+
+    Args:
+        descriptors: Variable -> descriptor whose number in the process it gets.
+        forked: False starts the process by itself.
+    """
     config = Config(
         run=RunConfig(dir=str(tmp_path)),
         model=ModelConfig(path=str(model_path)),
@@ -394,19 +427,28 @@ def process(
         store=StoreConfig(url=f"sqlite:///{tmp_path}/store.db"),
     )
     save_resolved(config, tmp_path / "resolved.json")
-    command = [sys.executable, "-m", "megarl.run.start", "explorer", "--config", str(tmp_path / "resolved.json")]
+    command = ["-m", "megarl.run.start", "explorer", "--config", str(tmp_path / "resolved.json")]
     store = Store(config.store.url)
     store.engines.register([serving_row(0, engines, version=VERSION)])
     store.close()
     variables = {**os.environ, "MEGARL_JOB_KEY": KEY, "MEGARL_ATTEMPT": "1", **env}
-    with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True, pass_fds=descriptors) as explorer:
-        try:
-            yield explorer
-        finally:
-            explorer.kill()
+    log = tmp_path / "explorer.log"
+    with log.open("wb") as output:
+        if forked:
+            pid = explorers().fork(command, variables, output.fileno(), descriptors)
+            assert pid is not None, explorers().differing(variables)
+        else:
+            actions = [(os.POSIX_SPAWN_DUP2, output.fileno(), 2)]
+            pid = os.posix_spawn(sys.executable, [sys.executable, *command], variables, file_actions=actions)
+    explorer = ForkedExplorer(pid, log)
+    try:
+        yield explorer
+    finally:
+        explorer.signal(signal.SIGKILL)
+        explorer.wait(30)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
@@ -519,8 +561,8 @@ def test_the_process_shows_that_engines_generate(
     request(store, groups=2)
     server, memory = FakeServer(tokenizer), heartbeat.Memory()
     server.held.clear()
-    variable = {heartbeat.VARIABLE: str(memory.descriptor)}
-    with serving(server) as url, process(tmp_path, model_path, url, descriptors=[memory.descriptor], **variable):
+    passed = {heartbeat.VARIABLE: memory.descriptor}
+    with serving(server) as url, process(tmp_path, model_path, url, descriptors=passed):
         wait_for(lambda: memory.read().work >= 3)
         assert store.rollouts.progress("r0") == (0, 2)
         server.held.set()
@@ -552,7 +594,7 @@ def test_a_killed_process_leaves_no_group_without_its_greedy_answer(
     with serving(server) as url:
         with process(tmp_path, model_path, url) as explorer:
             wait_for(lambda: store.rollouts.progress("r0")[0] >= 2)
-            explorer.kill()
+            explorer.signal(signal.SIGKILL)
         assert 0 < store.rollouts.progress("r0")[0] < 12
         assert all(e.greedy is not None for e in store.groups.trajectories("r0"))
         server.delay_s = 0.0
@@ -573,9 +615,9 @@ def test_sigterm_gives_the_claims_back(
     with serving(server) as url, process(tmp_path, model_path, url) as explorer:
         assert server.received.wait(30)
         assert store.groups.claim("other", 10) == []
-        explorer.send_signal(signal.SIGTERM)
+        explorer.signal(signal.SIGTERM)
         assert explorer.wait(60) == 143
-        assert "claims given back" in explorer.communicate()[1]
+        assert "claims given back" in explorer.log.read_text()
     assert len(store.groups.claim("other", 10)) == 3
 
 
@@ -589,8 +631,8 @@ def test_other_processes_of_the_user_cannot_read_an_explorers_keys(
         "    model.ask(task)\n    await model.generate()\n"
     )
     request(store)
-    rollout = {"workflow": str(path)}
-    with serving(FakeServer(tokenizer)) as url, process(tmp_path, model_path, url, rollout=rollout) as explorer:
+    own = functools.partial(process, rollout={"workflow": str(path)}, forked=False)
+    with serving(FakeServer(tokenizer)) as url, own(tmp_path, model_path, url) as explorer:
         wait_for(lambda: store.rollouts.progress("r0") == (3, 3))
         store.journal.close_job()
         assert explorer.wait(60) == 0
@@ -647,7 +689,7 @@ def test_a_stop_waits_for_no_thread_that_blocks(
     request(store)
     with serving(server) as url, process(tmp_path, model_path, url, rollout=rollout) as explorer:
         assert server.received.wait(30)
-        explorer.send_signal(signal.SIGTERM)
+        explorer.signal(signal.SIGTERM)
         assert explorer.wait(20) == 143
     assert len(store.groups.claim("other", 10)) == 3
 
@@ -661,7 +703,7 @@ def test_a_killed_process_is_taken_over_by_the_next(
     with serving(server) as url:
         with process(tmp_path, model_path, url) as explorer:
             wait_for(lambda: store.rollouts.progress("r0")[0] >= 2)
-            explorer.kill()
+            explorer.signal(signal.SIGKILL)
         before = {(e.group_id, e.index): e.response.token_ids.tolist() for e in store.groups.trajectories("r0")}
         assert 0 < len(before) < 48
         server.delay_s = 0.0
@@ -681,7 +723,7 @@ def test_a_dead_engine_ends_the_process_with_its_reason(
     request(store)
     with serving(server) as url, process(tmp_path, model_path, url) as explorer:
         assert explorer.wait(30) == 1
-        last = explorer.communicate()[1].strip().splitlines()[-1]
+        last = explorer.log.read_text().strip().splitlines()[-1]
         assert f"ERROR explorer explorer-0: the engine at {url} is gone or silent" in last
 
 
@@ -689,7 +731,7 @@ def test_a_wrong_key_is_named(tmp_path: Path, model_path: Path, store: Store, to
     request(store)
     with serving(FakeServer(tokenizer)) as url, process(tmp_path, model_path, url, MEGARL_JOB_KEY="other") as explorer:
         assert explorer.wait(30) == 1
-        assert "answered 401 to /megarl/generate" in explorer.communicate()[1]
+        assert "answered 401 to /megarl/generate" in explorer.log.read_text()
 
 
 def test_the_process_imports_neither_torch_nor_vllm() -> None:

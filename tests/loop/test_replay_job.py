@@ -26,7 +26,6 @@ SETTINGS = (
     f"trainer.seed={SEED}",
     "trainer.eval_interval=0",
     "algorithm.correction=truncate",
-    "taskset.eval_size=8",
     "buffer.replay.share=0.5",
     f"buffer.replay.uses={USES}",
     f"buffer.replay.decay={DECAY}",

@@ -22,6 +22,7 @@ from megarl.core.schema import Reward
 from megarl.rewards import RewardPool, Verdict
 from megarl.rewards.pool import pool as worker_queue
 from megarl.rewards.pool import process as reward_process
+from megarl.rewards.pool.child import RewardProcess
 from megarl.rewards.pool.host import RewardHost
 from tests.unit.test_rewards import KEY, TASK, run_pool
 
@@ -213,15 +214,17 @@ def test_answers_outlive_a_host_and_end_with_the_last_worker(flaky: Path, monkey
 
 def test_a_host_on_a_busy_machine_has_time_to_start_a_process(flaky: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_process, "CONNECT_S", 2.0)
+    start = RewardProcess.start
 
-    class Late(RewardHost):
-        async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(2.5)
-            await super()._serve(reader, writer)
+    async def late(*args: Any) -> RewardProcess:
+        await asyncio.sleep(2.5)
+        return await start(*args)
+
+    monkeypatch.setattr(RewardProcess, "start", late)
 
     async def main() -> None:
         async with (
-            Late("127.0.0.1", 0, KEY, workers=1) as host,
+            RewardHost("127.0.0.1", 0, KEY, workers=1) as host,
             RewardPool(RewardConfig(path=str(flaky), hosts=[f"127.0.0.1:{host.port}"]), key=KEY),
         ):
             pass
