@@ -20,8 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PARTS = (
     ("tests/loop/test_[a-r]*.py",),
-    ("tests/unit/test_[a-l]*.py",),
-    ("tests/system/test_*.py", "tests/unit/test_[m-z]*.py"),
+    ("tests/unit/test_[a-p]*.py",),
+    ("tests/system/test_*.py", "tests/unit/test_[q-z]*.py"),
     ("tests/parallel/test_*.py", "tests/loop/test_[s-z]*.py"),
 )
 """Files of each process; they take about as long as each other."""

@@ -111,7 +111,7 @@ def test_it_finished(job: Job) -> None:
 
 
 def test_no_process_is_left(job: Job) -> None:
-    assert job.processes() == {}
+    job.until_gone(60)
 
 
 def test_a_person_was_told(job: Job, run_dir: Path) -> None:

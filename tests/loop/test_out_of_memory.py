@@ -53,7 +53,7 @@ def test_the_job_goes_on_with_half_the_budget_beside_its_restarts(job: Job) -> N
     assert f"trainer.max_tokens_per_micro_batch {BUDGET} -> {BUDGET // 2}" in said
     assert "equal up to the order of summation" in said and "cluster.restarts: 0 left" in said
     assert load_resolved(job.run_dir / "resolved.json").trainer.max_tokens_per_micro_batch == BUDGET // 2
-    assert job.processes() == {}
+    job.until_gone(60)
 
 
 def test_the_error_names_phase_bytes_and_models(job: Job) -> None:
