@@ -58,6 +58,7 @@ LIMITED = {
     "core/processes/fork.serve: os.waitpid": "a process that only forks another",
     "core/processes/memory_files.MemoryFiles._serve: self._socket.accept": "the node's supervisor: close() wakes it",
     "core/processes/memory_files.MemoryFiles._serve: connection.recv": "the socket's timeout",
+    "core/processes/memory_files.names_in: connection.recv": "the node's supervisor answers at once, or has ended",
     "explore/environments/types.Episode.step: self._made.result": "no wait: the environment was made",
     "explore/environments/types.Episode.end: self._made.result": "no wait: the environment was made",
     "explore/environments/harbor_inside.Output.read: select.select": "harbor_inside.WATCH_S",
