@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -339,7 +340,9 @@ def peak(sizes: list[int]) -> int:
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def large(request: pytest.FixtureRequest) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """T·V is what dominates: 1024 rows of 4000 columns, H = 16."""
+    """T·V is what dominates: 1024 rows of 4000 columns, H = 16. With several threads a product has scratch memory."""
+    request.addfinalizer(partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(1)
     case = make_case(0, rows=1024, width=16, vocab_size=4000, columns=4000, dtype=request.param)
     return case.hidden.requires_grad_(), case.weight.requires_grad_(), case.targets
 
