@@ -50,14 +50,6 @@ def processes(root: psutil.Process, module: str) -> dict[str, psutil.Process]:
     return found
 
 
-def phase_of(process: psutil.Process) -> str:
-    """Return the phase in a process's last heartbeat."""
-    number = process.environ()[heartbeat.VARIABLE]
-    memory = heartbeat.Memory.__new__(heartbeat.Memory)
-    memory.descriptor = os.open(f"/proc/{process.pid}/fd/{number}", os.O_RDONLY)
-    return memory.read().phase
-
-
 class Killed:
     """A job whose ranks are killed while it trains."""
 
@@ -100,7 +92,8 @@ class Killed:
         time.sleep(self._dice.uniform(0.0, self.step_s[-1]))
         ranks = processes(root, "megarl.run.start trainer")
         victim = ranks[str(self._dice.randrange(2))]
-        phase, said, steps = phase_of(victim), self._log.stat().st_size, jobs.steps_done(self._run_dir)
+        phase = heartbeat.Memory.of(victim.pid).read().phase
+        said, steps = self._log.stat().st_size, jobs.steps_done(self._run_dir)
         os.kill(victim.pid, signal.SIGKILL)
         killed, old = time.monotonic(), {one.pid for one in ranks.values()}
         seen: dict[str, Callable[[], bool]] = {

@@ -126,7 +126,7 @@ def cuts(family: str, grid: str) -> list[str]:
 
 
 TURNS = (("tp2", "pp2", "pp2-vpp2", "tp2pp2"), EXPERT_LOADS)
-"""Grids of which each family meets one in turn, besides one process. ``make soak`` has all."""
+"""Groups of grids. Each family is loaded on one grid of each group, and on one process; in ``make soak`` on all."""
 
 
 def loads(family: str) -> list[str]:

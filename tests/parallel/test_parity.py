@@ -38,7 +38,7 @@ the first test of a batch waits for all of it."""
 
 
 def batches() -> list[list[Cell]]:
-    """Cells that are measured together: those of some grids of one world."""
+    """Return batches of cells. A batch has all cells of one or more grids with equal world size."""
     found: list[list[Cell]] = []
     for world in worlds(MEASURED):
         found.append([])

@@ -4,9 +4,9 @@
 
 A *life* is a small GRPO job on PostgreSQL from its first start to its end. At random moments one fault after the other
 is done to it (``chaos_kinds.KINDS``), most of them once a step was committed after the one before. A command that a
-kill or a preemption has ended is given again, as a cluster's queue would do it; any other end is a failure. At the end
-checkpoints, metrics, tasks, answers, log-probs, rewards and the groups of each step must be those of the undisturbed
-job, and no process, shared memory or temporary file may be left.
+kill or a preemption has ended is given again, as a cluster's queue would do it; any other end is a failure. At its end
+the job must equal the undisturbed job in checkpoints, metrics, tasks, answers, log-probs, rewards and groups of each
+step. No process, shared memory or temporary file may be left.
 
 ``account.jsonl`` in ``--dir`` has a line for each fault and each life. The same command goes on with the next life, and
 runs add up. After a failure the life's directory stays, with its logs. ``--write`` puts the table into docs/soak.md.

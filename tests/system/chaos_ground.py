@@ -30,7 +30,7 @@ from megarl.exam.processes import ENVIRONMENT, MODULES
 from megarl.run.job_store import store_of_run
 from tests.system.commands import Command
 from tests.system.fault_table import without_counts
-from tests.system.jobs import TINY, last_of_each
+from tests.system.jobs import TINY, last_of_each, parent_of
 from tests.system.networks import Networks
 from tests.system.shims import Shim
 from tests.system.soak import NOT_COMPARED, answers, checkpoints_and_metrics
@@ -212,11 +212,8 @@ class ChaosJob:
         """Return the phase in the last heartbeat of trainer rank 0."""
         for pid in self.of(TRAINER):
             with suppress(psutil.Error, OSError, KeyError):
-                environment = psutil.Process(pid).environ()
-                if environment["RANK"] == "0":
-                    memory = heartbeat.Memory.__new__(heartbeat.Memory)
-                    memory.descriptor = os.open(f"/proc/{pid}/fd/{environment[heartbeat.VARIABLE]}", os.O_RDONLY)
-                    return memory.read().phase
+                if psutil.Process(pid).environ()["RANK"] == "0":
+                    return heartbeat.Memory.of(pid).read().phase
         return "no trainer rank"
 
     def left_over(self) -> list[str]:
@@ -273,13 +270,6 @@ def words(pid: int) -> str:
     with suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
     return ""
-
-
-def parent_of(pid: int) -> int:
-    """Return a process's parent; 0 if it has ended."""
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
 
 
 def _remove_old(folder: Path) -> None:

@@ -26,10 +26,10 @@ from tests.system.chaos_ground import (
     TRAINER,
     ChaosError,
     ChaosJob,
-    parent_of,
     send,
     words,
 )
+from tests.system.jobs import parent_of
 
 HURRIED = 0.2
 """Share of faults that do not wait for a step after the one before."""

@@ -18,7 +18,7 @@ from megarl.buffer.store.tables import WHOLE
 from megarl.core.processes.machine import group_members
 from megarl.weights.checkpoint.training.manifest import MANIFEST, finished, latest
 from tests.loop.held import Held
-from tests.system.jobs import Job, unread
+from tests.system.jobs import Job, parent_of, unread
 from tests.system.soak import kill
 
 EVERY = 2
@@ -176,19 +176,13 @@ def reward_workers(injured: Injured) -> str:
         if "megarl.rewards.pool.worker" in command or "multiprocessing" in command
     ]
     explorer = injured.job.pid_of("explorer")
-    children = [pid for pid in pids if _parent(pid) == explorer] or [
-        pid for pid in injured.job.processes() if _parent(pid) == explorer
+    children = [pid for pid in pids if parent_of(pid) == explorer] or [
+        pid for pid in injured.job.processes() if parent_of(pid) == explorer
     ]
     for pid in children:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     return "they are started again, their answers are scored again"
-
-
-def _parent(pid: int) -> int:
-    with suppress(OSError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return 0
 
 
 def supervisor_killed(injured: Injured) -> str:

@@ -71,6 +71,13 @@ def unread(port: int, client: int, by: Literal["server", "client"]) -> bool:
     return False
 
 
+def parent_of(pid: int) -> int:
+    """Return a process's parent; 0 if it has ended."""
+    with suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
 @dataclass
 class Job:
     """``megarl train``, or another command, as a process group of its own; every process of the job carries a mark in

@@ -119,7 +119,8 @@ def found_in(run_dir: Path, steps: int = STEPS) -> dict[str, Any]:
 
 
 def answers(store: Store, steps: int) -> dict[str, Any]:
-    """Task, tokens, log-probs and reward of each answer of so many steps: name -> value."""
+    """Return name -> task, tokens, log-probs and reward of each answer of so many steps and both
+    evaluations."""
     found: dict[str, Any] = {}
     for rollout in ["eval-before", *(f"train-{step:06d}" for step in range(steps)), "eval-after"]:
         for e in store.groups.trajectories(rollout):

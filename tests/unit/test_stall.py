@@ -163,6 +163,7 @@ def test_phases_and_patience_end_with_their_blocks(node: LocalNode, tmp_path: Pa
         until(lambda child=child: "at" in child.log.read_text(), child)  # type: ignore[misc]
         beat = child.heartbeat()
         assert (beat.phase, beat.step, beat.timeout_s) == found
+        assert heartbeat.Memory.of(child.pid).read() == child.memory.read(), "of a process that others watch"
 
 
 def test_marks_of_forks_and_threads_do_not_count(node: LocalNode, tmp_path: Path) -> None:

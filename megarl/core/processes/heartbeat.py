@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 VARIABLE = "MEGARL_HEARTBEAT"
 """Environment variable with the number of the memory's descriptor, which a child inherits."""
@@ -63,6 +63,17 @@ def _record(slot: bytes) -> Heartbeat | None:
 
 class Memory:
     """Supervisor's side. Pass ``descriptor`` to the child, with its number in ``VARIABLE``."""
+
+    @classmethod
+    def of(cls, pid: int) -> Self:
+        """Open the memory of a process that another one watches. Raises OSError, or KeyError if it has none."""
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = dict(line.partition(b"=")[::2] for line in file.read().split(b"\0"))
+        number = variables[VARIABLE.encode()].decode()
+        descriptor = os.open(f"/proc/{pid}/fd/{number}", os.O_RDONLY | os.O_CLOEXEC)
+        found = cls.__new__(cls)
+        found.descriptor = descriptor
+        return found
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create(_MEMORY)

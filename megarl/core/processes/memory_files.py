@@ -11,7 +11,7 @@ import threading
 from contextlib import suppress
 
 PREFIX = "memory:"
-"""Begin of an address, before the name of an abstract Unix socket."""
+"""Beginning of an address, before the name of an abstract Unix socket."""
 LONGEST = 255
 """Most bytes of a file's name."""
 NAMES, MOST = b"\0", 2**17

@@ -115,7 +115,7 @@ class KeptState:
         return size
 
     def settle(self) -> None:
-        """Wait until the last state has been sent, and those of other ranks have come."""
+        """Wait until this rank has sent its last state and received the states that it keeps for others."""
         if self._sending is not None:
             self._sending.join()
             self._sending = None
