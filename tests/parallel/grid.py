@@ -65,6 +65,8 @@ PRELOAD = [
 
 The first configuration that transformers reads costs a rank four seconds of imports, where it is not here.
 """
+ENDED_S = 300.0
+"""Longest wait of a rank for the others."""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
@@ -76,6 +78,7 @@ def _rank_main(
     port: int,
     args: tuple[Any, ...],
     results: Any,
+    ended: Any,
     stacks: str,
     gpus: bool,
 ) -> None:
@@ -95,6 +98,7 @@ def _rank_main(
         results.put((rank, None, traceback.format_exc()))
     results.close()
     results.join_thread()
+    ended.wait(ENDED_S)  # rank 0 has the store, which the others may still ask when its function has returned
     for child in multiprocessing.active_children():  # a checkpoint's writers would outlive this process
         child.kill()
     os._exit(0)  # Megatron and gloo leave threads that an ordinary exit would wait for
@@ -109,11 +113,11 @@ def run_grid(
     running where none returned for ``timeout_s``.
     """
     context = multiprocessing.get_context("spawn") if gpus else _context  # no GPU in a fork of who has counted them
-    results = context.Queue()
+    results, ended = context.Queue(), context.Event()
     [port] = ports.choose("127.0.0.1", 1, None)
     with tempfile.NamedTemporaryFile("r") as stacks:
         processes = [
-            context.Process(target=_rank_main, args=(function, r, world, port, args, results, stacks.name, gpus))
+            context.Process(target=_rank_main, args=(function, r, world, port, args, results, ended, stacks.name, gpus))
             for r in range(world)
         ]
         for p in processes:
@@ -123,7 +127,9 @@ def run_grid(
             while len(answers) < world:
                 rank, value, error = results.get(timeout=timeout_s)
                 if error is not None:
-                    raise AssertionError(f"rank {rank} of {world} failed:\n{error}")
+                    died = {r: p.exitcode for r, p in enumerate(processes) if p.exitcode not in (None, 0)}
+                    cause = f"before it, ranks died by themselves {died}:\n{stacks.read()}\n" if died else ""
+                    raise AssertionError(f"{cause}rank {rank} of {world} failed:\n{error}")
                 answers[rank] = pickle.loads(value)
         except queue.Empty:
             waiting = [r for r in range(world) if r not in answers]
@@ -131,6 +137,7 @@ def run_grid(
                 _abort(processes[r])
             raise AssertionError(f"no result of ranks {waiting} for {timeout_s:g} s:\n{stacks.read()}") from None
         finally:
+            ended.set()
             for p in processes:
                 if len(answers) < world:
                     p.kill()

@@ -114,11 +114,36 @@ def test_port_of_a_server_that_has_just_closed_a_connection(monkeypatch: pytest.
 
 def test_port_that_another_job_of_this_user_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both jobs' engines would listen there, and get each other's requests."""
-    [port] = ports.choose("127.0.0.1", 1, None)
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
     monkeypatch.setattr(ports, "LOWEST", port)
     monkeypatch.setattr(ports, "LARGEST", port + 1)
     with ports.hold("127.0.0.1", port), pytest.raises(ConfigError, match=f"no 1 free ports between {port}"):
         ports.choose("127.0.0.1", 1, None)
+    assert ports.choose("127.0.0.1", 1, None) == [port]
+
+
+CHOOSING = """
+from megarl.run.process import ports
+print(ports.choose("127.0.0.1", 1, None)[0], flush=True)
+input()
+"""
+
+
+def test_port_that_another_process_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two jobs that start together would listen on one port, before a server of either does."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CHOOSING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdin and other.stdout
+        port = int(other.stdout.readline())
+        monkeypatch.setattr(ports, "LOWEST", port)
+        monkeypatch.setattr(ports, "LARGEST", port + 1)
+        with pytest.raises(ConfigError, match=f"no 1 free ports between {port}"):
+            ports.choose("127.0.0.1", 1, None)
+        ports.hold("127.0.0.1", port).close()  # a server can listen there
+        other.stdin.write("\n")
     assert ports.choose("127.0.0.1", 1, None) == [port]
 
 

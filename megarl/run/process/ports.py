@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import socket
+from collections import deque
 
 from megarl.core.errors import ConfigError
 
@@ -12,6 +12,9 @@ MIN_PORT, MAX_PORT = 1024, 65535
 """Ports below the minimum are reserved for the system."""
 LOWEST, LARGEST = 20000, 32000
 """Range of chosen ports. Linux takes the ports of outgoing connections from 32768 on."""
+CLAIMS = 64
+"""Ports that a process claims at a time. A job chooses fewer."""
+_claims: deque[socket.socket] = deque(maxlen=CLAIMS)
 
 
 def is_free(host: str, port: int) -> bool:
@@ -67,6 +70,22 @@ def hold_in(held: dict[str, socket.socket], address: str) -> None:
         held[address] = hold(host, int(port))
 
 
+def _claim(host: str, port: int) -> bool:
+    """Reserve a port among the processes that choose ports; return False if another one has reserved it.
+
+    Seconds pass until a server listens on a chosen port. The claim is a UDP socket on the port's number: it leaves the
+    port free for the server, and the kernel ends it with this process.
+    """
+    claim = socket.socket(type=socket.SOCK_DGRAM)
+    try:
+        claim.bind((host, port))
+    except OSError:
+        claim.close()
+        return False
+    _claims.append(claim)
+    return True
+
+
 def needed(replicas: int) -> int:
     """Return the number of ports of a job: trainer rendezvous, weight link, one for each engine."""
     return 2 + replicas
@@ -96,7 +115,12 @@ def choose(host: str, count: int, first: int | None) -> list[int]:
         return ports
     # Stay below the ports of outgoing connections: gloo opens many before the last of the chosen ports is used.
     candidates = random.SystemRandom().sample(range(LOWEST, LARGEST), LARGEST - LOWEST)
-    chosen = list(itertools.islice((port for port in candidates if can_be_held(host, port)), count))
+    chosen: list[int] = []
+    for port in candidates:
+        if len(chosen) == count:
+            break
+        if can_be_held(host, port) and _claim(host, port):
+            chosen.append(port)
     if len(chosen) < count:
         raise ConfigError(f"run.host={host} has no {count} free ports between {LOWEST} and {LARGEST}; set run.port")
     return chosen
