@@ -81,7 +81,7 @@ def digests(xs: Sequence[torch.Tensor], starts: Sequence[int], shapes: Sequence[
         dims = x.dim()
         start, shape = starts[at : at + dims], shapes[at : at + dims]
         at += dims
-        _check(x, start, shape)
+        _check_place(x, start, shape)
         if x.device != device:
             raise ValueError(f"boxes must lie on one device, got {device} and {x.device}")
         steps = _row_major_steps(shape)
@@ -102,7 +102,8 @@ def digests(xs: Sequence[torch.Tensor], starts: Sequence[int], shapes: Sequence[
 
 def slice_digest_reference(x: torch.Tensor, *, start: Sequence[int], shape: Sequence[int]) -> int:
     """Reference for :func:`slice_digest`, in numpy, element by element."""
-    _check(x, start, shape)
+    _check_form(x, start, shape)
+    _check_place(x, start, shape)
     size = x.element_size()
     # A copy, because a numpy view of the storage would stop resize_(0) from freeing it.
     copy = x.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
@@ -123,7 +124,10 @@ def slice_digest_reference(x: torch.Tensor, *, start: Sequence[int], shape: Sequ
 
 def _row_major_steps(shape: Sequence[int]) -> list[int]:
     """Distance in the flat index between neighbours along each dimension."""
-    return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    steps = [1] * len(shape)
+    for d in range(len(shape) - 1, 0, -1):
+        steps[d - 1] = steps[d] * shape[d]
+    return steps
 
 
 def _check_form(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
@@ -132,16 +136,18 @@ def _check_form(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> 
     native.device("x", x)
     if not x.dim() == len(start) == len(shape):
         raise ValueError(f"x has {x.dim()} dimensions, start {tuple(start)} and shape {tuple(shape)} must have as many")
-    if x.dim() > _MAX_DIMS:
+
+
+def _check_place(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
+    if len(start) > _MAX_DIMS:
         raise ValueError(f"x has {x.dim()} dimensions, at most {_MAX_DIMS} are supported; reshape it")
-
-
-def _check(x: torch.Tensor, start: Sequence[int], shape: Sequence[int]) -> None:
-    _check_form(x, start, shape)
     if x.is_complex() or x.element_size() not in _INTEGERS:
         raise TypeError(f"x must have elements of 1, 2, 4 or 8 bytes that are not complex, got {x.dtype}")
-    if any(not 0 <= lo <= lo + n <= size for lo, n, size in zip(start, x.shape, shape, strict=True)):
-        raise ValueError(f"a box of {tuple(x.shape)} at start {tuple(start)} does not lie within shape {tuple(shape)}")
+    for first, extent, size in zip(start, x.shape, shape, strict=True):
+        if not 0 <= first <= first + extent <= size:
+            raise ValueError(
+                f"a box of {tuple(x.shape)} at start {tuple(start)} does not lie within shape {tuple(shape)}"
+            )
     if math.prod(shape) * x.element_size() > 2**63:
         raise ValueError(
             f"a tensor of shape {tuple(shape)} and {x.element_size()} bytes an element has more than 2**63 bytes"

@@ -379,6 +379,39 @@ def test_parameters_that_require_gradients_are_sources_and_destinations() -> Non
     assert_same(got, hf)
 
 
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_slices_of_neighbouring_experts_are_written_as_one(contiguous: bool) -> None:
+    """Also into memory of another order, where each slice is copied by itself."""
+    config = qwen3_config() | {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 8,
+        "norm_topk_prob": True,
+    }
+    generator = torch.Generator().manual_seed(0)
+    hf = {name: torch.randn(shape, generator=generator) for name, shape in hf_layout(config).local_shapes(0).items()}
+    plan = replace(build_plan(hf_layout(config), vllm_layout(config, 1)), colocated=True)
+    got = unwritten(dict(plan.destination.local_shapes(0)))
+    if not contiguous:
+        got = {name: tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor for name, tensor in got.items()}
+    writes: list[str] = []
+
+    def write(local: str) -> torch.Tensor:
+        writes.append(local)
+        return got[local]
+
+    exchange(plan, 0, hf, write, Network().port(0), dtype=FP32, bucket_bytes=1 << 20)
+    for layer in range(config["num_hidden_layers"]):
+        experts = [f"model.layers.{layer}.mlp.experts.{i}" for i in range(6)]
+        w13, w2 = (f"model.layers.{layer}.mlp.experts.routed_experts.{name}" for name in ("w13_weight", "w2_weight"))
+        both = (torch.cat([hf[f"{e}.gate_proj.weight"], hf[f"{e}.up_proj.weight"]]) for e in experts)
+        assert torch.equal(got[w13], torch.stack(list(both)))
+        assert torch.equal(got[w2], torch.stack([hf[f"{e}.down_proj.weight"] for e in experts]))
+        assert writes.count(w13) == writes.count(w2) == 1
+
+
 HUGE = 1 << 50
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 
 from megarl.core.errors import ConfigError, first_of
 from megarl.weights.reshard import layout as boxes
-from megarl.weights.reshard.layout import Box, Layout
+from megarl.weights.reshard.layout import Box, Layout, Shape
 from megarl.weights.reshard.plan import Kind, Move, ReshardPlan
 
 _ALIGNMENT = 16
@@ -41,13 +41,45 @@ class BucketSlice(NamedTuple):
     offset: int
     dtype: torch.dtype
 
+    @property
+    def src_at(self) -> Shape:
+        """First index in the source's local tensor."""
+        return self._within(self.move.src_at)
+
+    @property
+    def dst_at(self) -> Shape:
+        """First index in the destination's local tensor."""
+        return self._within(self.move.dst_at)
+
+    @property
+    def end(self) -> int:
+        """Byte of the bucket after the last."""
+        return self.offset + boxes.volume(self.box) * self.dtype.itemsize
+
+    def _within(self, at: Shape) -> Shape:
+        return boxes.shifted(at, tuple(c[0] - m[0] for c, m in zip(self.box, self.move.box, strict=True)))
+
+
+class Run(NamedTuple):
+    """Consecutive slices of a bucket that are also consecutive in one local tensor of the destination, such as those of
+    neighbouring experts: one copy writes them."""
+
+    slices: tuple[BucketSlice, ...]
+    start: int
+    """Position of the first element in the local tensor in row-major order; unused for a single slice."""
+
 
 class Bucket(NamedTuple):
     channel: MessageChannel
     nbytes: int
-    slices: tuple[BucketSlice, ...]
+    runs: tuple[Run, ...]
     number: int = 0
     """Number within its channel."""
+
+    @property
+    def slices(self) -> tuple[BucketSlice, ...]:
+        """Slices in the order of the message."""
+        return tuple(slice_ for run in self.runs for slice_ in run.slices)
 
     def __str__(self) -> str:
         tensors = list(dict.fromkeys(slice_.move.tensor for slice_ in self.slices))
@@ -161,6 +193,7 @@ def _pack(
 ) -> Iterator[Bucket]:
     slices: list[BucketSlice] = []
     used = 0
+    shapes = layout.local_shapes(channel.dsts[0])
     for move in moves:
         wire = wire_dtype(layout, move.tensor, dtype)
         if capacity < wire.itemsize:
@@ -171,9 +204,25 @@ def _pack(
             size = boxes.volume(box) * wire.itemsize
             start = used + -used % _ALIGNMENT
             if slices and start + size > capacity:
-                yield Bucket(channel, used, tuple(slices))
+                yield Bucket(channel, used, _runs(slices, shapes))
                 slices, start = [], 0
             slices.append(BucketSlice(move, box, start, wire))
             used = start + size
     if slices:
-        yield Bucket(channel, used, tuple(slices))
+        yield Bucket(channel, used, _runs(slices, shapes))
+
+
+def _runs(slices: Sequence[BucketSlice], shapes: Mapping[str, Shape]) -> tuple[Run, ...]:
+    """Group slices into runs; ``shapes``: shapes of the destination's local tensors."""
+    found = list[tuple[list[BucketSlice], int]]()
+    after: tuple[str, torch.dtype, int, int] | None = None
+    """Local tensor, dtype, byte and position at which a slice of the last run would begin."""
+    for slice_ in slices:
+        local, size = slice_.move.dst_local, boxes.volume(slice_.box)
+        start = boxes.flat_start(slice_.dst_at, boxes.shape_of(slice_.box), shapes[local])
+        if start is not None and after == (local, slice_.dtype, slice_.offset, start):
+            found[-1][0].append(slice_)
+        else:
+            found.append(([slice_], start or 0))
+        after = None if start is None else (local, slice_.dtype, slice_.end, start + size)
+    return tuple(Run(tuple(of_run), start) for of_run, start in found)

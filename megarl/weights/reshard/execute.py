@@ -138,7 +138,7 @@ def receive(
 ) -> None:
     """Receive all elements of destination rank ``rank``, and zero its padding.
 
-    ``write(local)`` returns the local tensor to write into (called for every slice). ``wrote(local, numel)`` is called
+    ``write(local)`` returns the local tensor to write into (called for every run). ``wrote(local, numel)`` is called
     after each write; the numbers of one local tensor add up to its size.
     """
     buckets = buckets_to(plan, rank, bucket_bytes, dtype)
@@ -227,7 +227,7 @@ class Outgoing:
         asked = []
         for slice_ in bucket.slices:
             view = message_view(flat[HEADER:], slice_)
-            view.copy_(local_view(self.tensors[slice_.move.src_local], slice_, slice_.move.src_at))
+            view.copy_(local_view(self.tensors[slice_.move.src_local], slice_, slice_.src_at))
             key = _key(slice_)
             if key not in self.known and key not in self.fresh:
                 self.fresh[key] = None
@@ -326,12 +326,18 @@ class Incoming:
 
     @torch.no_grad()
     def unpack(self, bucket: Bucket, flat: torch.Tensor) -> None:
-        for slice_ in bucket.slices:
-            local = slice_.move.dst_local
+        for run in bucket.runs:
+            first = run.slices[0]
+            local = first.move.dst_local
             self._zero_padding(local)
-            view = message_view(flat, slice_)
-            local_view(self.write(local), slice_, slice_.move.dst_at).copy_(view)
-            self.wrote(local, view.numel())
+            target = self.write(local)
+            values = flat[first.offset : run.slices[-1].end].view(first.dtype)
+            if len(run.slices) > 1 and target.is_contiguous():
+                target.view(-1)[run.start : run.start + values.numel()].copy_(values)
+            else:
+                for slice_ in run.slices:
+                    local_view(target, slice_, slice_.dst_at).copy_(message_view(flat, slice_))
+            self.wrote(local, values.numel())
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -380,14 +386,12 @@ def _header(message: torch.Tensor) -> torch.Tensor:
 
 def message_view(flat: torch.Tensor, slice_: BucketSlice) -> torch.Tensor:
     """View of the slice's elements in its message (without the header)."""
-    end = slice_.offset + boxes.volume(slice_.box) * slice_.dtype.itemsize
-    return flat[slice_.offset : end].view(slice_.dtype).view(boxes.shape_of(slice_.box))
+    return flat[slice_.offset : slice_.end].view(slice_.dtype).view(boxes.shape_of(slice_.box))
 
 
 def local_view(tensor: torch.Tensor, slice_: BucketSlice, at: Shape) -> torch.Tensor:
-    """View of the slice's elements in a local tensor, for a move that begins at ``at``."""
-    start = boxes.shifted(at, tuple(c[0] - m[0] for c, m in zip(slice_.box, slice_.move.box, strict=True)))
-    return tensor[boxes.index_of(start, boxes.shape_of(slice_.box))]
+    """View of the slice's elements in a local tensor, where they begin at ``at``."""
+    return tensor[boxes.index_of(at, boxes.shape_of(slice_.box))]
 
 
 def _check_tensors(layout: Layout, rank: int, tensors: Mapping[str, torch.Tensor]) -> None:

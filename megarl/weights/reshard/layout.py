@@ -76,6 +76,20 @@ def index_of(start: Shape, extents: Shape) -> tuple[int | slice, ...]:
     return (*start[:lead], *(slice(s, s + n) for s, n in zip(start[lead:], extents, strict=True)))
 
 
+def flat_start(start: Shape, extents: Shape, shape: Shape) -> int | None:
+    """Row-major position of ``start`` in a tensor of ``shape``; None unless the box of ``extents`` there is contiguous.
+    Extra leading axes of ``start`` are single indices."""
+    lead = len(start) - len(extents)
+    counts = (1,) * lead + extents
+    first = next((axis for axis, count in enumerate(counts) if count > 1), len(shape))
+    if counts[first + 1 :] != shape[first + 1 :]:
+        return None
+    position = 0
+    for at, extent in zip(start, shape, strict=True):
+        position = position * extent + at
+    return position
+
+
 def shifted(start: Shape, by: Shape) -> Shape:
     """``start`` moved by an offset within a box; leading single indices stay unchanged."""
     lead = len(start) - len(by)

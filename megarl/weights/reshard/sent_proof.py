@@ -46,7 +46,7 @@ def check_sent(
             if key not in seen:
                 seen.add(key)
                 keys.append(key)
-                view = local_view(tensors[each.move.src_local], each, each.move.src_at).to(each.dtype)
+                view = local_view(tensors[each.move.src_local], each, each.src_at).to(each.dtype)
                 asked.append((view, boxes.start_of(each.box), shapes[each.move.tensor]))
         if asked:
             digests.append(slice_digests(asked))
