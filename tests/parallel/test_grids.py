@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megarl.config.schema import ParallelConfig
 from tests.parallel.families import save
@@ -152,6 +154,20 @@ def nesting(rank: int) -> None:
 
 def test_grids_nest_and_leave_nothing_behind() -> None:
     run_grid(2, nesting)
+
+
+def late(rank: int) -> None:
+    from megarl.learn.parallel import process_groups
+
+    process_groups.initialize(DP2, seed=1)
+    if rank == 1:
+        time.sleep(1.0)
+        dist.distributed_c10d._get_default_store().add("late", 1)
+
+
+def test_a_rank_may_ask_the_store_after_the_others_have_returned() -> None:
+    """Rank 0 has the store."""
+    run_grid(2, late)
 
 
 def unmade(rank: int) -> tuple[str, bool]:

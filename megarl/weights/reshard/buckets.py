@@ -215,8 +215,7 @@ def _pack(
 def _runs(slices: Sequence[BucketSlice], shapes: Mapping[str, Shape]) -> tuple[Run, ...]:
     """Group slices into runs; ``shapes``: shapes of the destination's local tensors."""
     found = list[tuple[list[BucketSlice], int]]()
-    after: tuple[str, torch.dtype, int, int] | None = None
-    """Local tensor, dtype, byte and position at which a slice of the last run would begin."""
+    after: tuple[str, torch.dtype, int, int] | None = None  # where another slice of the last run would begin
     for slice_ in slices:
         local, size = slice_.move.dst_local, boxes.volume(slice_.box)
         start = boxes.flat_start(slice_.dst_at, boxes.shape_of(slice_.box), shapes[local])
