@@ -225,9 +225,7 @@ def earlier_message(lab: Lab, rng: random.Random) -> AbstractContextManager[None
 
 def _earlier(lab: Lab, rank: int, flat: torch.Tensor, slices: Sequence[BucketSlice]) -> None:
     for slice_ in slices:
-        message_view(flat, slice_).copy_(
-            local_view(lab.old.shards[rank][slice_.move.src_local], slice_, slice_.src_at)
-        )
+        message_view(flat, slice_).copy_(local_view(lab.old.shards[rank][slice_.move.src_local], slice_, slice_.src_at))
 
 
 def other_dtype(lab: Lab, rng: random.Random) -> AbstractContextManager[None]:
