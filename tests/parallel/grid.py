@@ -65,8 +65,6 @@ PRELOAD = [
 
 The first configuration that transformers reads costs a rank four seconds of imports, where it is not here.
 """
-ENDED_S = 300.0
-"""Longest wait of a rank for the others."""
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
@@ -79,6 +77,7 @@ def _rank_main(
     args: tuple[Any, ...],
     results: Any,
     ended: Any,
+    timeout_s: float,
     stacks: str,
     gpus: bool,
 ) -> None:
@@ -98,7 +97,7 @@ def _rank_main(
         results.put((rank, None, traceback.format_exc()))
     results.close()
     results.join_thread()
-    ended.wait(ENDED_S)  # rank 0 has the store, which the others may still ask when its function has returned
+    ended.wait(timeout_s)  # rank 0 has the store, which the others may still ask when its function has returned
     for child in multiprocessing.active_children():  # a checkpoint's writers would outlive this process
         child.kill()
     os._exit(0)  # Megatron and gloo leave threads that an ordinary exit would wait for
@@ -117,7 +116,9 @@ def run_grid(
     [port] = ports.choose("127.0.0.1", 1, None)
     with tempfile.NamedTemporaryFile("r") as stacks:
         processes = [
-            context.Process(target=_rank_main, args=(function, r, world, port, args, results, ended, stacks.name, gpus))
+            context.Process(
+                target=_rank_main, args=(function, r, world, port, args, results, ended, timeout_s, stacks.name, gpus)
+            )
             for r in range(world)
         ]
         for p in processes:

@@ -61,8 +61,10 @@ class BucketSlice(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Consecutive slices of a bucket that are also consecutive in one local tensor of the destination, such as those of
-    neighbouring experts: one copy writes them."""
+    """Slices that one copy writes: they follow each other in the bucket and in one local tensor of the destination.
+
+    Slices of neighbouring experts do.
+    """
 
     slices: tuple[BucketSlice, ...]
     start: int
@@ -218,10 +220,10 @@ def _runs(slices: Sequence[BucketSlice], shapes: Mapping[str, Shape]) -> tuple[R
     after: tuple[str, torch.dtype, int, int] | None = None  # where another slice of the last run would begin
     for slice_ in slices:
         local, size = slice_.move.dst_local, boxes.volume(slice_.box)
-        start = boxes.flat_start(slice_.dst_at, boxes.shape_of(slice_.box), shapes[local])
-        if start is not None and after == (local, slice_.dtype, slice_.offset, start):
+        start, count = next(boxes.runs(shapes[local], boxes.at(slice_.dst_at, boxes.shape_of(slice_.box))))
+        if count == size and after == (local, slice_.dtype, slice_.offset, start):
             found[-1][0].append(slice_)
         else:
-            found.append(([slice_], start or 0))
-        after = None if start is None else (local, slice_.dtype, slice_.end, start + size)
+            found.append(([slice_], start))
+        after = (local, slice_.dtype, slice_.end, start + size) if count == size else None
     return tuple(Run(tuple(of_run), start) for of_run, start in found)

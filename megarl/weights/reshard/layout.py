@@ -14,6 +14,7 @@ group), ``tensor_parallel/layers.py``; vLLM 0.32.0 ``model_executor/layers/linea
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,18 +77,17 @@ def index_of(start: Shape, extents: Shape) -> tuple[int | slice, ...]:
     return (*start[:lead], *(slice(s, s + n) for s, n in zip(start[lead:], extents, strict=True)))
 
 
-def flat_start(start: Shape, extents: Shape, shape: Shape) -> int | None:
-    """Row-major position of ``start`` in a tensor of ``shape``; None unless the box of ``extents`` there is contiguous.
-    Extra leading axes of ``start`` are single indices."""
-    lead = len(start) - len(extents)
-    counts = (1,) * lead + extents
-    first = next((axis for axis, count in enumerate(counts) if count > 1), len(shape))
-    if counts[first + 1 :] != shape[first + 1 :]:
-        return None
-    position = 0
-    for at, extent in zip(start, shape, strict=True):
-        position = position * extent + at
-    return position
+def runs(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
+    """Yield (flat index of the first element, number of elements) of a box's contiguous runs, in row-major order."""
+    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    axis = len(shape)
+    while axis > 0 and box[axis - 1] == (0, shape[axis - 1]):
+        axis -= 1
+    axis = max(axis - 1, 0)  # the first axis along which a run may be shorter than the tensor
+    count = prod(hi - lo for lo, hi in box[axis:])
+    tail = sum(lo * step for (lo, _), step in zip(box[axis:], steps[axis:], strict=True))
+    for index in itertools.product(*(range(lo, hi) for lo, hi in box[:axis])):
+        yield sum(i * step for i, step in zip(index, steps, strict=False)) + tail, count
 
 
 def shifted(start: Shape, by: Shape) -> Shape:

@@ -11,7 +11,6 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from math import prod
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -75,7 +74,7 @@ class OpenFiles:
             return out
         data = as_bytes(out)
         fd, done = self.fd(path), 0
-        for first, count in _runs(shape, box):
+        for first, count in layout.runs(shape, box):
             size = count * dtype.itemsize
             _read_into(fd, path, data[done : done + size], start + first * dtype.itemsize)
             done += size
@@ -93,19 +92,6 @@ def as_bytes(block: torch.Tensor) -> memoryview:
     """View the elements of a contiguous tensor as bytes, for reading or writing in place."""
     flat: Any = block.view(-1).view(torch.uint8).numpy()
     return memoryview(flat)
-
-
-def _runs(shape: Shape, box: Box) -> Iterator[tuple[int, int]]:
-    """Yield (flat index of the first element, number of elements) of a box's contiguous runs, in row-major order."""
-    steps = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    axis = len(shape)
-    while axis > 0 and box[axis - 1] == (0, shape[axis - 1]):
-        axis -= 1
-    axis = max(axis - 1, 0)  # the first axis along which a run may be shorter than the tensor
-    count = prod(hi - lo for lo, hi in box[axis:])
-    tail = sum(lo * step for (lo, _), step in zip(box[axis:], steps[axis:], strict=True))
-    for index in itertools.product(*(range(lo, hi) for lo, hi in box[:axis])):
-        yield sum(i * step for i, step in zip(index, steps, strict=False)) + tail, count
 
 
 def _read_into(fd: int, path: Path, data: memoryview, offset: int) -> None:
