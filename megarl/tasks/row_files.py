@@ -250,10 +250,14 @@ def json_struct(location: RowLocation, field: str, value: Any) -> dict[str, Any]
     if not isinstance(value, dict):
         location.refuse(field, "a struct or null", value)
     try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        _STRICT.encode(value).encode()
     except (TypeError, ValueError, RecursionError) as error:
         location.refuse(field, f"made of JSON values ({error})", value)
     return value
+
+
+_STRICT = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
+_JSON_TYPES = (str, int, bool, type(None))
 
 
 def json_value(value: Any) -> Any:
@@ -262,6 +266,8 @@ def json_value(value: Any) -> Any:
     NaN, infinities and missing times are null, times are ISO 8601 text, durations are seconds. A decimal is the number
     that is equal to it, or its text. Other values stay.
     """
+    if type(value) in _JSON_TYPES:  # most values: a file of 10,000 rows has 300,000
+        return value
     if isinstance(value, dict):
         return {name: json_value(item) for name, item in value.items()}
     if isinstance(value, list | tuple):

@@ -70,7 +70,7 @@ class WarmStart:
         path, skipped = Path(self._config.taskset.warm_start), self._bad_rows.get("warm_start", ())
         rows = read_rows(path, require_response=True, split="warm_start", skipped=skipped)
         rows = [with_templates(row, self._config.taskset) for row in rows]
-        pairs = demonstrations_of(rows, ChatTokenizer.of(self._config), self._models.images)
+        tokenizer, encoded = ChatTokenizer.of(self._config), dict[int, Demonstration]()
         actor = self._models.actor
         actor.model.head = replace(self._models.head, temperature=1.0)
         if state.step:
@@ -90,7 +90,13 @@ class WarmStart:
                 self._checkpoints.settle()
                 if state.step > begins and state.step % config.checkpoint_interval == 0:
                     self._checkpoints.commit(state, self._models, interval=True)
-                state, loss = self._step(state, pairs, rows)
+                chosen = numbers_of_step(
+                    len(rows), state.step, config.batch_size, data_seed(self._config.trainer.seed, state.rollbacks)
+                )
+                new = [i for i in chosen if i not in encoded]
+                found = demonstrations_of([rows[i] for i in new], tokenizer, self._models.images)
+                encoded.update(zip(new, found, strict=True))
+                state, loss = self._step(state, [encoded[i] for i in chosen], [rows[i] for i in chosen])
                 yield state
                 bar.set_postfix_str(f"loss {loss:.3f}")
                 bar.update(1)
@@ -98,14 +104,12 @@ class WarmStart:
                     self._reporter.log(f"warm start {state.step}/{config.steps} | loss {loss:.3f}")
 
     def _step(self, state: TrainState, pairs: list[Demonstration], rows: list[Task]) -> tuple[TrainState, float]:
-        """Make one update; return the next state and the loss, which is NaN for a skipped update."""
+        """Make one update on rows and their token ids; return the next state and the loss, which is NaN for a skipped
+        update."""
         config, actor = self._config.trainer.warm_start, self._models.actor
-        chosen = numbers_of_step(
-            len(pairs), state.step, config.batch_size, data_seed(self._config.trainer.seed, state.rollbacks)
-        )
-        batch = of_demonstrations([pairs[i] for i in chosen])
+        batch = of_demonstrations(pairs)
         if self._models.images is not None:
-            self._models.images.put(batch, [rows[i].images for i in chosen])
+            self._models.images.put(batch, [row.images for row in rows])
         sums = actor.backward(batch, actor.model.micro_batches(batch), objectives.policy(*self._sft, batch))
         lr = learning_rate(config.optimizer, state.step)
         norm = actor.gradient_norm()
