@@ -39,7 +39,7 @@ KINDS = {
     "fork server": r"fork\.main\(\)|processes\.fork",
     "trainer rank": r"run\.start trainer",
     "explorer": r"run\.start explorer",
-    "engine's server": r"engine\.server\.server",
+    "engine's server": r"engines\.server\.server",
     "engine's core": r"EngineCore|VLLM::",
     "reward worker": r"pool\.worker",
     "reaper": r"process\.reaper",
