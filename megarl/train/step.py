@@ -18,6 +18,7 @@ from megarl.train.ranks import TrainState
 from megarl.train.rollout.evaluation import Evaluates
 from megarl.train.rollout.group_part import Published
 from megarl.train.services import services_of
+from megarl.train.sync.colocated import free_devices
 from megarl.train.sync.probe import SentWeights
 from megarl.train.update.gap import engine_gap
 
@@ -38,6 +39,8 @@ class OnlineSteps:
 
     def __init__(self, rank: TrainerRank) -> None:
         self.rank = rank
+        if rank.config.rollout.is_colocated:
+            free_devices(rank.context, rank.store, rank.ranks)
 
     @property
     def version(self) -> WeightsVersion | None:

@@ -1,6 +1,6 @@
 """Engines that take turns with the trainer: one job whose engine ends and starts in every step, loses it in a rollout
-and is killed whole; resumed, its engine sleeps, and dies asleep. It samples and learns what a job does whose engine
-stays."""
+and is killed whole; resumed, its engine sleeps, outlives the trainer's ranks, and dies asleep. It samples and learns
+what a job does whose engine stays."""
 
 from __future__ import annotations
 
@@ -81,11 +81,18 @@ def job(tmp_path_factory: pytest.TempPathFactory, whole_job: Job) -> Iterator[Jo
         with closing(Store(f"sqlite:///{run_dir}/store.db")) as store:
             store.rollouts.discard(2)  # its samples would be kept, and nothing left to hold
         held.hold("train")
-        sleep = ["rollout.offload=sleep", "trainer.offload=disk", "reference.offload=memory"]
+        sleep = ["rollout.offload=sleep", "trainer.offload=disk", "reference.offload=memory", "cluster.restarts=1"]
         job = Job(run_dir, [*COLOCATED, *held.settings, *sleep])
         job.start()
         job.until(lambda: held.holds("train"), "a rollout")
-        engine, port, trainers = job.pid_of("engine"), job.port_of_engine(), job.trainers()
+        engine, port = job.pid_of("engine"), job.port_of_engine()
+        os.kill(job.pid_of("trainer 1"), signal.SIGKILL)
+        job.until(lambda: sleeps(run_dir), "an engine that sleeps for new ranks")
+        job.until(
+            lambda: job.query("select 1 from versions where version = '3.1' and live = 1"), "weights of new ranks"
+        )
+        assert job.pid_of("engine") == engine
+        trainers = job.trainers()
         with job.stopped(*trainers):
             held.release("train")
             job.until(lambda: groups(job, "train-000002", "ready") == 8, "the end of the rollout")
@@ -111,7 +118,7 @@ def job(tmp_path_factory: pytest.TempPathFactory, whole_job: Job) -> Iterator[Jo
 def test_it_goes_on(job: Job) -> None:
     said = job.output.read_text()
     assert job.poll() == 0, said
-    assert (job.run_dir / "attempt").read_text() == "2" and "engine 0 was ended by signal 9" in said
+    assert (job.run_dir / "attempt").read_text() == "3" and "engine 0 was ended by signal 9" in said
     assert not (job.run_dir / "offload").exists()
     job.until_gone(60)
 

@@ -18,7 +18,18 @@ KILLS = 12
 @pytest.mark.soak
 @pytest.mark.timeout(KILLS * START_S)
 @pytest.mark.parametrize(
-    "keeps", [("trainer.checkpoint_interval=1",), ("trainer.checkpoint_interval=100", "trainer.keep_state=disk")]
+    "keeps",
+    [
+        ("trainer.checkpoint_interval=1",),
+        ("trainer.checkpoint_interval=100", "trainer.keep_state=disk"),
+        (
+            "trainer.checkpoint_interval=1",
+            "rollout.placement=colocated",
+            "rollout.offload=sleep",
+            "trainer.offload=memory",
+        ),
+        ("trainer.checkpoint_interval=1", "rollout.placement=colocated", "rollout.offload=destroy"),
+    ],
 )
 def test_a_kill_of_a_rank_at_any_moment(tmp_path: Path, whole_job: Job, keeps: tuple[str, ...]) -> None:
     settings = [*WHOLE, *keeps]

@@ -38,8 +38,7 @@ class RankRestarts:
     """Decides whether trainer ranks are started again alone, and starts them.
 
     The job starts again as a whole instead where this may not help: a rank ended by itself, another process has died
-    too, a node is lost, or no step was made since the last start of the ranks. So does a job whose engines take turns
-    with the trainer.
+    too, a node is lost, or no step was made since the last start of the ranks.
 
     Args:
         attempt: Number of the attempt that has started all processes.
@@ -57,7 +56,7 @@ class RankRestarts:
         last_step: Callable[[], int],
     ) -> None:
         self._config, self._restarts, self._begin, self._last_step = config, restarts, begin, last_step
-        self._may = plan.job.has(ProcessKind.ENGINE) and plan.job.trains and not plan.takes_turns
+        self._may = plan.job.has(ProcessKind.ENGINE) and plan.job.trains
         self.attempt = attempt
         """Number of the current attempt."""
         self._from_step = -1

@@ -3,17 +3,76 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
+from collections.abc import Mapping
 from typing import Literal
 
 from megarl.buffer.store import Store
 from megarl.core.errors import EngineError
 from megarl.core.processes import heartbeat
+from megarl.engines.client.control import EngineControl
+from megarl.engines.client.names import KEY_VARIABLE
 from megarl.engines.fleet import EngineTurn
 from megarl.train.ranks import Ranks, RunContext
 from megarl.train.sync.publish import WeightPublisher
 
 log = logging.getLogger(__name__)
+
+
+def free_devices(context: RunContext, store: Store, ranks: Ranks) -> None:
+    """Make engines that earlier ranks have left awake free their memory: models come to their devices. Every rank calls
+    it before it builds a model.
+
+    Their requests are aborted, and start again with the next weights. Raises EngineError on every rank.
+    """
+    failure: EngineError | None = None
+    if context.rank == 0:
+        try:
+            _put_to_sleep(context, store)
+        except EngineError as error:
+            failure = error
+    if not ranks.agree(failure is None):
+        raise failure or EngineError("an engine did not leave the trainer's devices; rank 0's log says why")
+
+
+def _put_to_sleep(context: RunContext, store: Store) -> None:
+    rollout, timeout_s = context.config.rollout, context.config.sync.timeout_s
+    asleep, away = list[int](), list[int]()
+    rows = store.engines.own()
+    for row in rows:
+        if row.turn is EngineTurn.AWAY:
+            continue
+        if rollout.offload != "destroy":
+            engine = EngineControl(row.url, os.environ.get(KEY_VARIABLE, ""), timeout_s)
+            try:
+                engine.sleep(rollout.offload == "memory")
+                asleep.append(row.number)
+                continue
+            except EngineError as error:
+                log.warning("engine %d is ended, since it does not sleep: %s", row.number, error)
+        away.append(row.number)
+    orders = {row.number: row.turn_order for row in rows}  # also those that earlier ranks did not wait for
+    orders |= store.engines.turn(asleep, EngineTurn.ASLEEP) | store.engines.turn(away, EngineTurn.AWAY)
+    wait_for_turns(context, store, orders)
+
+
+def wait_for_turns(context: RunContext, store: Store, orders: Mapping[int, int]) -> None:
+    """Wait until the supervisor has carried out these orders (number of an engine -> of an order). Raises
+    EngineError."""
+    rollout = context.config.rollout
+    until = time.monotonic() + rollout.start_timeout_s
+    while orders:
+        left = [e.number for e in store.engines.own() if e.done_turn < orders.get(e.number, 0)]
+        if not left:
+            return
+        if time.monotonic() > until:
+            raise EngineError(
+                f"engine {left[0]} was ordered to leave the trainer's devices and has not within "
+                f"rollout.start_timeout_s={rollout.start_timeout_s:g}; the supervisor carries out such orders"
+            )
+        heartbeat.beat()
+        time.sleep(context.config.store.poll_s)
 
 
 class ColocatedEngines:
@@ -52,7 +111,7 @@ class ColocatedEngines:
         self._publisher.part()
         failure: EngineError | None = None
         try:
-            self._wait_for(self._turn(EngineTurn.AWAY))
+            wait_for_turns(self._context, self._store, self._turn(EngineTurn.AWAY))
         except EngineError as error:
             failure = error
         if not self._ranks.agree(failure is None):
@@ -70,7 +129,7 @@ class ColocatedEngines:
         """
         try:
             found = self._publisher.sleep()
-            self._wait_for(orders)
+            wait_for_turns(self._context, self._store, orders)
             if died := self._publisher.died():
                 raise EngineError("; ".join(died))
             return found
@@ -84,19 +143,3 @@ class ColocatedEngines:
             return {}
         others = [engine.number for engine in self._store.engines.own() if engine.turn is not turn]
         return self._store.engines.turn(others, turn)
-
-    def _wait_for(self, orders: dict[int, int]) -> None:
-        """Wait until the supervisor has carried out these orders. Raises EngineError."""
-        rollout = self._context.config.rollout
-        until = time.monotonic() + rollout.start_timeout_s
-        while orders:
-            left = [e.number for e in self._store.engines.own() if e.done_turn < orders.get(e.number, 0)]
-            if not left:
-                return
-            if time.monotonic() > until:
-                raise EngineError(
-                    f"engine {left[0]} was ordered to leave the trainer's devices and has not within "
-                    f"rollout.start_timeout_s={rollout.start_timeout_s:g}; the supervisor carries out such orders"
-                )
-            heartbeat.beat()
-            time.sleep(self._context.config.store.poll_s)
