@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from megarl.buffer.store import Store
-from megarl.config import compose
+from megarl.config import compose, load_resolved
 from megarl.core.errors import DiskFullError, JobError
 from megarl.core.metrics import MetricWriter, Timeline
 from megarl.run.launch.job import begin_attempt
 from megarl.run.process.interrupt import StopRequest
+from megarl.run.supervise.process_specs import record_settings
 from megarl.weights.checkpoint.training import manifest
 from megarl.weights.checkpoint.training.disk_space import free_space, writing
 from tests import disks
@@ -35,19 +36,10 @@ def small(tmp_path: Path) -> Iterator[Path]:
         yield place
 
 
-def fill(place: Path, leave: int = 0) -> Path:
-    """Take all but ``leave`` bytes; returns the file that has them."""
-    free = os.statvfs(place)
-    ballast = place / "ballast"
-    with ballast.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - leave)
-    return ballast
-
-
 def test_records_are_left_out_whole_and_come_again_with_room(small: Path, caplog: pytest.LogCaptureFixture) -> None:
     timeline = Timeline(small, "trainer_0")
     timeline.add("first", 1.0, 2.0)
-    ballast = fill(small)
+    ballast = disks.fill(small)
     for i in range(300):
         timeline.add("x" * 100, float(i), 1.0)
     lines = [json.loads(line) for line in (small / "trainer_0.jsonl").read_text().splitlines()]
@@ -63,7 +55,7 @@ def test_a_start_waits_for_room_for_its_number(small: Path, caplog: pytest.LogCa
     """Each restart writes one; and it says so where there is none in time."""
     config = compose(["experiment=quickstart", f"run.dir={small}", "store.outage_s=60"])
     assert begin_attempt(config, StopRequest()) == 1
-    ballast = fill(small)
+    ballast = disks.fill(small)
     asked = StopRequest()
     asked.count = 1
     with pytest.raises(DiskFullError, match=f"{small}/attempt cannot be written .*make room there"):
@@ -72,6 +64,14 @@ def test_a_start_waits_for_room_for_its_number(small: Path, caplog: pytest.LogCa
     threading.Timer(1.5, ballast.unlink).start()
     assert begin_attempt(config, StopRequest()) == 2
     assert "waiting for it (store.outage_s=60)" in caplog.text
+
+
+def test_a_start_waits_for_room_for_its_settings(small: Path) -> None:
+    config = compose(["experiment=quickstart", f"run.dir={small}", "store.outage_s=60"])
+    ballast = disks.fill(small)
+    threading.Timer(1.5, ballast.unlink).start()
+    record_settings(config)
+    assert load_resolved(small / "resolved.json") == config
 
 
 def test_a_number_that_is_none_is_named(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_number_that_is_none_is_named(tmp_path: Path) -> None:
 def test_metrics_stop_no_training(small: Path, caplog: pytest.LogCaptureFixture) -> None:
     writer = MetricWriter(small)
     writer.write(1, {"actor/loss": 1.0})
-    ballast = fill(small)
+    ballast = disks.fill(small)
     for step in range(2, 300):
         writer.write(step, {f"actor/{'x' * 50}": 1.0})
     assert (
@@ -122,7 +122,7 @@ def many(store: Store) -> None:
 
 def test_the_store_waits_for_room(small: Path, caplog: pytest.LogCaptureFixture) -> None:
     store = store_on(small, outage_s=60.0)
-    ballast = fill(small, leave=8192)
+    ballast = disks.fill(small, leave=8192)
 
     def make_some() -> None:
         deadline = time.monotonic() + 50
@@ -142,7 +142,7 @@ def test_the_store_waits_for_room(small: Path, caplog: pytest.LogCaptureFixture)
 
 def test_a_store_without_room_ends_the_job_and_says_so(small: Path) -> None:
     store = store_on(small, outage_s=0.2)
-    ballast = fill(small, leave=8192)
+    ballast = disks.fill(small, leave=8192)
     with pytest.raises(JobError, match=r"store\.outage_s=0\.2\): database or disk is full; make room on its disk"):
         many(store)
     ballast.unlink()
@@ -195,7 +195,7 @@ def saves(rank: int, model: str, folder: str) -> list[str]:
     said = []
     for leave, background in ((2**18, True), (2**18, False), (0, True)):
         if rank == 0:
-            fill(root, leave)
+            disks.fill(root, leave)
         dist.barrier()
         try:
             with writing(root):
@@ -243,7 +243,7 @@ def saves_full_on_rank_0(rank: int, model: str, folder: str) -> list[str]:
     def without_room(path: Path, number: int) -> None:
         use_reserve(path, number)
         if rank == 0 and number == moment:
-            fill(root)
+            disks.fill(root)
 
     def config_without_room(*args: Any) -> None:
         if rank == 0 and moment == 3:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sqlite3
+import threading
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -22,10 +23,12 @@ from megarl.config.schema import ModelConfig, ParallelConfig, TasksetConfig, Tra
 from megarl.core.errors import ConfigError
 from megarl.core.metrics import COMMAND, DROPPED, Timeline
 from megarl.core.schema import Reward, Task, Trajectory, WeightsVersion
+from megarl.run.launch.job import report_end
 from megarl.run.report import svg
 from megarl.run.report.data import changed_settings, load
 from megarl.run.report.html import page, summary, write_report
 from megarl.run.report.svg import TimedPhase, exclusive, last_start, seconds_by_phase, seconds_by_step, union
+from tests import disks
 from tests.trajectories import one_turn
 
 TASKS = 40
@@ -270,6 +273,18 @@ def test_memory_is_shown_where_it_moved(run_dir: Path) -> None:
     moved = {"memory/sync/planned_bytes": 3.0 * 2**30, "memory/sync/bytes": 3.5 * 2**30}
     text = re.sub("<[^>]+>", " ", page(replace(load(run_dir), steps=((1, {}), (2, moved)))))
     assert "sync 3.00 GiB 3.50 GiB" in " ".join(text.split())
+
+
+def test_a_finished_run_stays_finished_without_room_for_its_report(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with disks.small_disk(run_dir / "report", "1m") as report:
+        ballast = disks.fill(report)
+        report_end(run_dir, 0.0)
+        assert f"make room there, then `megarl report {run_dir}` writes the report" in caplog.text
+        threading.Timer(0.5, ballast.unlink).start()
+        report_end(run_dir, 60.0)
+        assert (report / "report.html").read_text().endswith("</html>\n")
 
 
 def test_report_needs_nothing_beside_it(run_dir: Path) -> None:

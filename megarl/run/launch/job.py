@@ -15,16 +15,8 @@ from functools import partial
 from pathlib import Path
 
 from megarl.buffer.store import Store
-from megarl.config import Config, save_resolved
-from megarl.core.errors import (
-    ConfigError,
-    DiskFullError,
-    FencedError,
-    InputError,
-    JobError,
-    MemoryFullError,
-    NonRetryableError,
-)
+from megarl.config import Config
+from megarl.core.errors import ConfigError, FencedError, InputError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import EXPLORE, ProcessKind, of_program
 from megarl.core.metrics import COMMAND, END, NOTICE, RESTART, Timeline
 from megarl.core.processes.machine import born
@@ -58,11 +50,11 @@ from megarl.run.run_dir.resume import (
     set_aside_damaged,
 )
 from megarl.run.run_dir.store_damage import fill_lost_store, fill_store_of_fetched, replace_damaged_store
-from megarl.run.supervise.process_specs import preload, resolved
+from megarl.run.supervise.process_specs import preload, record_settings
 from megarl.run.supervise.supervisor import start_attempt, watch
 from megarl.run.supervise.trainers import Begun, RankRestarts, Restarts
 from megarl.tasks import source_of
-from megarl.weights.checkpoint.training.disk_space import writing
+from megarl.weights.checkpoint.training.disk_space import written
 from megarl.weights.checkpoint.training.manifest import KEPT, current_attempt, newest_state, read_manifest, steps_of
 from megarl.weights.checkpoint.training.remote_folder import fetch_newer
 from megarl.weights.checkpoint.training.state import latest, read_state
@@ -199,9 +191,9 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
         # A rank that receives SIGTERM ends in order: only the run's files show whether the run is finished.
         finished = _is_finished(config)
         if finished and job.trains:  # also the report, which an earlier end may not have written
-            from megarl.run.report.html import summary, write_report
+            from megarl.run.report.html import summary
 
-            write_report(run_dir, config.store.outage_s)
+            report_end(run_dir, config.store.outage_s)
             log.info("%s", summary(run_dir, config.store.outage_s))
     if not finished:
         from megarl.run.report.goodput import account_of
@@ -210,6 +202,17 @@ def run(config: Config, servers: ForkServers | None = None) -> int:
             log.info("%s", spent.line())
         log.warning("stopped; run the same command again to resume")
     return 0 if finished else UNFINISHED
+
+
+def report_end(run_dir: Path, outage_s: float) -> None:
+    """Write the report of a finished run; wait up to ``outage_s`` for space on a full disk. A report that cannot be
+    written is no failure of the run."""
+    from megarl.run.report.html import write_report
+
+    try:
+        written(run_dir / "report", partial(write_report, run_dir, outage_s), outage_s)
+    except JobError as error:
+        log.warning("%s, then `megarl report %s` writes the report; the run itself is finished", error, run_dir)
 
 
 def _is_finished(config: Config) -> bool:
@@ -321,19 +324,11 @@ def begin_attempt(config: Config, stop_request: StopRequest, last: int | None = 
         FencedError: a later attempt has begun.
         JobError: the number cannot be written.
     """
-    run_dir, end = Path(config.run.dir), time.monotonic() + config.store.outage_s
-    program, warned = job_of(config).program, False
-    while True:
-        try:
-            with writing(run_dir / of_program("attempt", program)):
-                return next_attempt(run_dir, last, program)
-        except DiskFullError as error:
-            if stop_request.count or time.monotonic() > end:
-                raise
-            if not warned:
-                log.warning("%s; waiting for it (store.outage_s=%g)", error, config.store.outage_s)
-            warned = True
-            time.sleep(1.0)
+    run_dir, program = Path(config.run.dir), job_of(config).program
+    following = partial(next_attempt, run_dir, last, program)
+    return written(
+        run_dir / of_program("attempt", program), following, config.store.outage_s, lambda: bool(stop_request.count)
+    )
 
 
 def begin_with_engines(config: Config, stop_request: StopRequest, first: int, last: int) -> Begun:
@@ -457,7 +452,7 @@ def fill_store(config: Config, tasks: Mapping[str, Selected], attempt: int, fitt
                 "supervisor", "tasks", data | ({} if "" in sources else {"sources": dict(sources)})
             )
     fill_experts(config, store)
-    save_resolved(fitted, resolved(config))  # before explore programs see the open job
+    record_settings(fitted)  # before explore programs see the open job
     store.journal.open_job()
     store.close()
 

@@ -10,11 +10,12 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megarl.buffer.store import VARIABLE
-from megarl.config import Config
+from megarl.config import Config, save_resolved
 from megarl.config.derived import context_tokens
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import ModelConfig, RolloutConfig
@@ -39,6 +40,7 @@ from megarl.run.nodes.plan import Plan, Planned
 from megarl.run.process.process import ForkServers
 from megarl.tasks.image_processor import pixel_limits
 from megarl.tasks.image_rows import MAX_IMAGES
+from megarl.weights.checkpoint.training.disk_space import written
 
 _PREFILL_TOKENS = 8192
 NGRAM = 2, 5
@@ -307,6 +309,13 @@ def resolved(config: Config) -> Path:
     file."""
     job = algorithms.job_of(config)
     return Path(config.run.dir) / f"{of_program('resolved', job.program) if job.joins else 'resolved'}.json"
+
+
+def record_settings(config: Config) -> None:
+    """Write the settings for the run's processes; wait up to ``store.outage_s`` for space on a full disk. Raises
+    JobError."""
+    path = resolved(config)
+    written(path, partial(save_resolved, config, path), config.store.outage_s)
 
 
 def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping[str, str], logs: Path) -> list[Placed]:

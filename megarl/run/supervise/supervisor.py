@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from megarl.buffer.store import Store
-from megarl.config import Config, save_resolved
+from megarl.config import Config
 from megarl.core.errors import FencedError, JobError, MemoryFullError, NonRetryableError
 from megarl.core.jobs import PROGRAM, STOPPED, ProcessKind, kind_of, logs_of
 from megarl.engines.client.names import KEY_VARIABLE
@@ -33,7 +33,7 @@ from megarl.run.supervise.engines import (
     first_rows,
     room_for_engines,
 )
-from megarl.run.supervise.process_specs import Addresses, resolved, specs
+from megarl.run.supervise.process_specs import Addresses, record_settings, specs
 from megarl.run.supervise.process_units import SETTLE_S, Units, ending, failed, is_engine
 from megarl.run.supervise.trainers import RankRestarts
 from megarl.run.supervise.watchdog import Watchdog
@@ -71,7 +71,7 @@ def start_attempt(config: Config, plan: Plan, nodes: Sequence[Node], attempt: in
     logs = _logs(config, attempt)
     environment = {KEY_VARIABLE: key, "MEGARL_ATTEMPT": str(attempt), PROGRAM: plan.job.program}
     environment["MEGARL_TTY"] = "1" if sys.stderr.isatty() else "0"
-    save_resolved(config, resolved(config))
+    record_settings(config)
     placed = specs(config, plan, addresses, environment, logs)
     rows = _rows_of([spec for _, spec in placed], config, attempt, away=plan.takes_turns)
     _register_engines(config, plan, rows, attempt, nodes)

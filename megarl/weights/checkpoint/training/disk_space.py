@@ -6,6 +6,7 @@ import errno
 import logging
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,9 +21,13 @@ from megarl.weights.megatron_private import common_writers
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 FULL = (errno.ENOSPC, errno.EDQUOT)
 _WORDS = tuple(os.strerror(number) for number in FULL)
 """Texts in errors of libraries with their own types (safetensors, torch)."""
+LOOK_S = 1.0
+"""Seconds between two attempts to write on a full disk."""
 RESERVE_BYTES = 2**16
 _RESERVE = "reserve"
 
@@ -54,6 +59,25 @@ def writing(path: Path) -> Iterator[None]:
         if not isinstance(error, OSError):
             raise
         raise JobError(f"{path} cannot be written ({error})") from error
+
+
+def written(path: Path, write: Callable[[], T], outage_s: float, stopping: Callable[[], bool] = lambda: False) -> T:
+    """Return ``write()``, which writes ``path``. Repeat it for up to ``store.outage_s`` while the disk is full.
+
+    Raises JobError if ``path`` cannot be written.
+    """
+    end, warned = time.monotonic() + outage_s, False
+    while True:
+        try:
+            with writing(path):
+                return write()
+        except DiskFullError as error:
+            if stopping() or time.monotonic() > end:
+                raise
+            if not warned:
+                log.warning("%s; waiting for it (store.outage_s=%g)", error, outage_s)
+            warned = True
+            time.sleep(LOOK_S)
 
 
 def free_space(folder: Path, needed: int, keep: int, *, refuse: bool, best: int | None = None) -> None:
@@ -102,9 +126,6 @@ def reserve(folder: Path) -> None:
 def use_reserve(folder: Path, number: int) -> None:
     """Release reserved space just before its use: 1 for writes at a checkpoint's start, 2 for its end."""
     (folder / f"{_RESERVE}_{number}").unlink(missing_ok=True)
-
-
-T = TypeVar("T")
 
 
 def on_rank_0(action: Callable[[], T]) -> T:
