@@ -112,7 +112,7 @@ def trained(rank: int, folder: Path, case: Any, offload: str) -> dict[str, Any]:
     from megarl.learn.memory.resident_bytes import model_bytes
 
     actor = actor_on(folder, case)
-    memory = memory_of(actor, folder / f"rank_{rank}_{offload}", offload)
+    memory = memory_of(actor, folder / f"rank_{rank}_of_{dist.get_world_size()}_{offload}", offload)
     peaks, norms, facts = [0], [], []
 
     class Watching:
