@@ -177,14 +177,18 @@ class Model:
         self.residents.require("parameters", "optimizer")
         return digests_written(self.chunks, self.optimizer.inner, frozen=self.adapters is None)
 
-    def keep_streamed(self, shares: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
-        """Keep the digests of a streamed step for ``written``. Every rank calls it."""
-        assert self.optimizer is not None, "nothing writes a frozen model"
-        self._written = digests_written(self.chunks, self.optimizer.inner, frozen=self.adapters is None, shares=shares)
+    def keep_written(self, streamed: Mapping[torch.nn.Parameter, torch.Tensor] | None = None) -> None:
+        """Compute ``written`` before the optimizer leaves the device. Every rank calls it.
 
-    def keep_written(self) -> None:
-        """Compute ``written`` before the optimizer leaves the device. Every rank calls it."""
-        self._written = self.written()
+        Args:
+            streamed: ``StreamedStep.digests`` of a step whose masters have left the device again.
+        """
+        if streamed is None:
+            self._written = self.written()
+            return
+        assert self.optimizer is not None, "nothing writes a frozen model"
+        frozen = self.adapters is None
+        self._written = digests_written(self.chunks, self.optimizer.inner, frozen=frozen, shares=streamed)
 
     def forget_written(self) -> None:
         """Make ``written`` read the optimizer again if all memory is on the device; call it after memory has come
@@ -440,7 +444,7 @@ class TrainedModel:
             norm = self.optimizer.step(lr)
         if streamed is not None:
             streamed.check()
-            self.model.keep_streamed(streamed.digests)
+            self.model.keep_written(streamed.digests)
         move_biases(self._routers)
         self.model.gathered = not self.model.parallel.overlap_param_gather
         return norm
