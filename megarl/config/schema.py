@@ -365,6 +365,9 @@ class TrainerConfig:
     then."""
     offload_disk_bytes: Count | None = None
     """Most bytes of one rank's files in RUN_DIR/offload for ``offload=disk``, all roles together; null is no limit."""
+    stream_optimizer_bytes: Count | None = None
+    """Bytes of optimizer state that an update of an offloaded actor or critic has on the device at once, more only for
+    a single larger parameter; null brings it back whole before the update."""
 
 
 WrongEnd = Literal[

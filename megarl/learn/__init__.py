@@ -31,5 +31,6 @@ FACE = (
     "training.optimizer",
     "training.role_adapters",
     "training.schedule",
+    "training.streaming",
 )
 """Modules that other packages may import."""

@@ -13,7 +13,7 @@ from megarl.core.metrics import Timeline
 from megarl.core.processes import heartbeat
 from megarl.core.processes.machine import bytes_asked, is_out_of_memory
 from megarl.learn.memory.ledger import human
-from megarl.learn.memory.phases import OFFLOAD, WITH_ENGINES, Phase, PhasePlan, Place
+from megarl.learn.memory.phases import BUCKET, OFFLOAD, WITH_ENGINES, Phase, PhasePlan, Place
 from megarl.learn.memory.residents import Resident, device_bytes, release_freed_memory, residents_of
 from megarl.train.inference.models import Models
 from megarl.train.ranks import Ranks, RunContext
@@ -45,6 +45,7 @@ class PhaseMemory:
         self._plan = PhasePlan.of(context.config)
         self._folder = context.run_dir / OFFLOAD / f"rank_{context.rank}"
         self._disk_bytes = context.config.trainer.offload_disk_bytes
+        self._bucket_bytes = context.config.trainer.stream_optimizer_bytes
         self.engines: TakesTurns | None = None
         """Colocated engines; None without any."""
         self.phase = Phase.START
@@ -92,7 +93,7 @@ class PhaseMemory:
             if engines is not None and phase in WITH_ENGINES:
                 release_freed_memory()
                 engines.come()
-        there = {r.name: r.nbytes for r in self._residents() if r.place is Place.DEVICE}
+        there = self._planned()
         measured = device_bytes()
         if (grown := self._growth.look(phase, measured, there)) is not None:
             log.warning("%s", grown)
@@ -100,6 +101,17 @@ class PhaseMemory:
             f"memory/{phase}/planned_bytes": float(sum(there.values())),
             f"memory/{phase}/bytes": float(measured),
         }
+
+    def _planned(self) -> dict[str, int]:
+        """Return name -> bytes of the models on the device, with the largest bucket that an update brings there."""
+        found: dict[str, int] = {}
+        for role, model in self._models.by_role().items():
+            for resident in model.residents:
+                if resident.place is Place.DEVICE:
+                    found[resident.name] = found.get(resident.name, 0) + resident.nbytes
+            if self.phase is Phase.UPDATE and model.residents.streams:
+                found[f"{role}.{BUCKET}"] = max(bucket.nbytes for bucket in model.residents.buckets)
+        return found
 
     def metrics(self) -> dict[str, float]:
         """Return device bytes of this rank for each phase entered with a move since the last call: planned for models,
@@ -110,9 +122,14 @@ class PhaseMemory:
     def _take_new_ones(self) -> None:
         for role, model in self._models.by_role().items():
             if not any(True for _ in model.residents):
-                model.residents = residents_of(role, model)
+                leaves = self._plan.away.get(role, Place.DEVICE) is not Place.DEVICE
+                model.residents = residents_of(role, model, self._bucket_bytes if leaves else None, self._send_away)
                 if self._plan.away.get(role) is Place.DISK:
                     self._folder.mkdir(parents=True, exist_ok=True)
+
+    def _send_away(self, resident: Resident) -> None:
+        self._check_quota([resident])
+        resident.leave(self._plan.place(self.phase, resident.name), self._folder)
 
     def _check_quota(self, leaving: list[Resident]) -> None:
         """Raise NonRetryableError if offloading ``leaving`` would exceed this rank's disk quota."""
@@ -235,8 +252,9 @@ def _described(error: Exception, phase: Phase, models: Models) -> str:
 
 def _residents(models: Models) -> dict[Place, list[str]]:
     """Return place -> name and bytes of each resident, also before ``PhaseMemory`` manages them."""
-    found: dict[Place, list[str]] = {}
+    found: dict[Place, dict[str, int]] = {}
     for role, model in (models.by_role() if hasattr(models, "actor") else {}).items():
         for resident in list(model.residents) or residents_of(role, model):
-            found.setdefault(resident.place, []).append(f"{resident.name} {resident.nbytes:,} bytes")
-    return found
+            sizes = found.setdefault(resident.place, {})
+            sizes[resident.name] = sizes.get(resident.name, 0) + resident.nbytes
+    return {place: [f"{name} {size:,} bytes" for name, size in sizes.items()] for place, sizes in found.items()}

@@ -11,6 +11,8 @@ import inspect
 import logging
 import queue
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,6 +71,16 @@ def put_device_generator(state: torch.Tensor) -> None:
 def first_element(optimizer: Any, parameter: torch.nn.Parameter) -> int:
     """Index of the first element of a flat parameter on this rank of a distributed optimizer."""
     return int(optimizer._get_model_param_range_map(parameter)["param"].start)
+
+
+@contextmanager
+def without_master_copies(optimizer: Any) -> Iterator[None]:
+    """Make a distributed optimizer's step leave the copying of masters into the parameters to its caller."""
+    optimizer._copy_main_params_to_model_params = lambda: None
+    try:
+        yield
+    finally:
+        del optimizer._copy_main_params_to_model_params
 
 
 def optimizer_state(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:

@@ -91,7 +91,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]
 
     def start(name: str, away: tuple[str, ...] = ()) -> Job:
         offload = [f"{role}.offload={place}" for role, place in zip(ROLES, away, strict=False)]
-        offload += ["rollout.placement=colocated"] if away else []
+        offload += ["rollout.placement=colocated", "trainer.stream_optimizer_bytes=50_000"] if away else []
         job = Job(
             root / name, [*PPO, *held.settings, f"reward_model.path={scores}", f"critic.path={scores}", *offload]
         ).start()

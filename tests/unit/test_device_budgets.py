@@ -11,6 +11,7 @@ import pytest
 from megarl.config import Config
 from megarl.core.errors import ConfigError
 from megarl.learn import algorithms
+from megarl.learn.memory.phases import Phase
 from megarl.run.checks.memory import check_devices, ledger_of
 from tests.unit.small_job import config_of
 from tests.unit.test_memory_checks import TINY
@@ -55,6 +56,18 @@ def test_engines_on_devices_of_their_own_are_asked_too() -> None:
         ConfigError, match=r"engine worker 0 has .*engine.kv_cache 256 MiB.*lower rollout.kv_cache_bytes"
     ):
         checked(budget(largest))
+
+
+def test_a_streamed_optimizer_has_one_bucket_on_the_device_in_an_update() -> None:
+    whole, streamed = ledger(*AWAY), ledger(*AWAY, "trainer.stream_optimizer_bytes=100_000")
+    update, before = streamed.at(Phase.UPDATE, 0), whole.at(Phase.UPDATE, 0)
+    assert update.device["actor.optimizer_bucket"] < before.device["actor.optimizer"]
+    assert "actor.optimizer" not in update.device and "actor.optimizer_bucket" not in before.device
+    assert update.memory == before.memory + before.device["actor.optimizer"]
+    for phase in set(streamed.phases) - {Phase.UPDATE}:
+        assert streamed.at(phase, 0).total == whole.at(phase, 0).total
+    stays = ledger("trainer.stream_optimizer_bytes=100_000").at(Phase.UPDATE, 0)
+    assert stays.device["actor.optimizer"] == before.device["actor.optimizer"]
 
 
 def test_host_memory_and_disk_have_budgets() -> None:

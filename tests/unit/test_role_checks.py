@@ -116,3 +116,12 @@ def test_what_has_a_reference() -> None:
     assert roles_of(config, algorithms.get("ppo")) == ["reference", "critic"]
     assert roles_of(config_of(Path("run"), "algorithm.kl.coef=0"), algorithms.get("ppo")) == ["critic"]
     assert AlgorithmConfig().kl.coef > 0 and roles_of(config, algorithms.get("sft")) == []
+
+
+def test_a_streamed_optimizer_must_be_one_that_leaves(prepared: Path) -> None:
+    size = "trainer.stream_optimizer_bytes=1000"
+    for more in ((), ("critic.offload=memory",)):
+        refused(ConfigError, config_of(prepared, size, *more), size, "set trainer.offload to memory or disk")
+    resets = config_of(prepared, size, "trainer.offload=memory", "algorithm.name=kimi_mirror_descent")
+    refused(ConfigError, resets, "algorithm.name=kimi_mirror_descent, which resets the moments", "to null")
+    checks.check(config_of(prepared, size, "trainer.offload=disk"))

@@ -12,6 +12,7 @@ from megarl.config.algorithms import PPOConfig
 from megarl.config.schema import OptimizerConfig
 from megarl.learn import plain
 from megarl.learn.algorithms.token_returns import critic_loss
+from megarl.learn.memory.residents import Residents
 from megarl.learn.parallel.cpu import FusedLayoutAdamW
 from megarl.learn.training.optimizer import learning_rate
 from megarl.train.update.optimizer_witness import OptimizerWitness, scheduled_rate
@@ -44,7 +45,8 @@ def optimized(config: OptimizerConfig, *, decay: float, works: bool = True, rate
     adam = FusedLayoutAdamW([{"params": [weights[0]], "wd_mult": 1.0}, {"params": [weights[1]], "wd_mult": 0.0}])
     for group, own in zip(adam.param_groups, (config.weight_decay, decay), strict=True):
         group.update(lr=rate, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=own)
-    trained: Any = SimpleNamespace(optimizer=SimpleNamespace(inner=SimpleNamespace(optimizer=adam)))
+    inner = SimpleNamespace(inner=SimpleNamespace(optimizer=adam))
+    trained: Any = SimpleNamespace(optimizer=inner, model=SimpleNamespace(residents=Residents()))
     witness = OptimizerWitness(config, 0)
     for i in range(2):
         for weight in weights:

@@ -57,6 +57,8 @@ class Phase(StrEnum):
 WITH_ENGINES = frozenset({Phase.SYNC, Phase.ROLLOUT})
 """Phases in which colocated engines use device memory."""
 TRAINED = ("parameters", "gradients", "optimizer")
+BUCKET = "optimizer_bucket"
+"""Kind of the largest bucket of an optimizer's state that is on the device at once in an update."""
 NEEDS: Mapping[Phase, tuple[str, ...]] = {
     Phase.SYNC: ("actor.parameters",),
     Phase.REFRESH: ("actor.parameters", "reference.parameters"),
@@ -95,6 +97,8 @@ class PhasePlan:
     """True if checkpoints include the reference, because it is refreshed every N steps."""
     adapted: bool = False
     """True if the reference is the actor without adapters."""
+    streams: bool = False
+    """True if updates bring the optimizers of offloaded roles to the device in buckets."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -102,15 +106,21 @@ class PhasePlan:
         settings: dict[str, Offload] = {"actor": config.trainer.offload}
         settings |= {role: section.offload for role, section in sections_of(config).items()}
         away = {role: Place.DEVICE if place == "none" else Place(place) for role, place in settings.items()}
-        return cls(away, isinstance(config.reference.refresh, int), config.model.lora.is_used)
+        streams = config.trainer.stream_optimizer_bytes is not None
+        return cls(away, isinstance(config.reference.refresh, int), config.model.lora.is_used, streams)
 
     def place(self, phase: Phase, resident: str) -> Place:
         """Return the place of a resident in a phase."""
         role, _, kind = resident.rpartition(".")
+        place = self.away.get(role, Place.DEVICE)  # roles added by a part of the job have no entry
+        streams = self.streams and place is not Place.DEVICE and phase is Phase.UPDATE
+        if kind == BUCKET:
+            return Place.DEVICE if streams else Place.ABSENT
+        if kind == "optimizer" and streams:
+            return place
         unsaved = role == "reference" and phase in (Phase.SAVE, Phase.LOAD) and not self.saves_reference
         lends = self.adapted and phase is Phase.REF_LOGP and resident == "actor.parameters"
         teaches = phase is Phase.TEACHERS and is_teacher(role)
         if (resident in NEEDS[phase] and not unsaved) or lends or teaches:
             return Place.DEVICE
-        place = self.away.get(role, Place.DEVICE)  # roles added by a part of the job have no entry
         return Place.ABSENT if place is not Place.DEVICE and kind == "gradients" else place

@@ -14,10 +14,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 from math import lcm, prod
 from typing import Any, NamedTuple, Self
 
 from megarl.config.schema import ModelConfig, ParallelConfig
+from megarl.learn.memory.phases import BUCKET
 from megarl.learn.parallel.grid import megatron_grid
 from megarl.weights.architectures import Head, architecture
 from megarl.weights.reshard.adapters import adapter_layout, factors_of, trained_whole
@@ -108,6 +110,7 @@ def model_bytes(
     trained: bool,
     setting: str = "parallel",
     lent: bool = False,
+    bucket_bytes: int | None = None,
 ) -> list[dict[str, int]]:
     """Return kind -> bytes, for every rank of the grid.
 
@@ -119,6 +122,8 @@ def model_bytes(
         trained: It has gradients and an optimizer, in Megatron's padded buffers. Else each parameter is a tensor.
         setting: The grid's section in the settings, for errors.
         lent: Untrained parameters use another model's memory.
+        bucket_bytes: ``trainer.stream_optimizer_bytes``; with it the result has a bound of the largest bucket, kind
+            ``BUCKET``.
 
     Raises:
         ConfigError: the grid does not divide the model, or ``model.lora`` names unknown modules.
@@ -137,7 +142,7 @@ def model_bytes(
         kind = layout.kind(rank)
         if kind not in found:
             found[kind] = _RankBuffers.of(layout, adapters, rank, parallel, tied, is_trained)
-        ranks.append(found[kind].bytes_of(rank, parallel, model, trained, lent))
+        ranks.append(found[kind].bytes_of(rank, parallel, model, trained, lent, bucket_bytes))
     return ranks
 
 
@@ -185,6 +190,12 @@ class _Bucket(NamedTuple):
         """Return the elements of parameters in a data-parallel rank's range, without gaps."""
         each = self.size // self.ranks
         return self._until((rank + 1) * each) - self._until(rank * each)
+
+    def largest(self, rank: int) -> int:
+        """Return the most elements of one parameter in a data-parallel rank's range."""
+        low, high = rank * (self.size // self.ranks), (rank + 1) * (self.size // self.ranks)
+        sizes = (after - before for before, after in pairwise(self.before))
+        return max(min(begin + size, high) - max(begin, low) for begin, size in zip(self.begins, sizes, strict=True))
 
     def _until(self, end: int) -> int:
         """Return the elements of parameters before ``end``."""
@@ -244,7 +255,13 @@ class _RankBuffers:
         return cls(everything, frozen, tuple(buckets[False]), tuple(buckets[True]))
 
     def bytes_of(
-        self, rank: int, parallel: ParallelConfig, model: ModelConfig, trained: bool, lent: bool
+        self,
+        rank: int,
+        parallel: ParallelConfig,
+        model: ModelConfig,
+        trained: bool,
+        lent: bool,
+        bucket_bytes: int | None,
     ) -> dict[str, int]:
         """Return kind -> bytes of a rank with these buffers."""
         item = ITEM_BYTES[model.dtype]
@@ -255,11 +272,16 @@ class _RankBuffers:
         padded = sum(bucket.size for bucket in (*self.dense, *self.experts))
         share = sum(b.share(dense) for b in self.dense) + sum(b.share(expert) for b in self.experts)
         masters = 0 if model.dtype == "float32" else MASTER_BYTES  # in a float32 model the parameters are the masters
-        return {
+        state = masters + 2 * ITEM_BYTES[model.moments_dtype]
+        found = {
             "parameters": (padded + (0 if lent else self.frozen)) * item,
             "gradients": padded * max(item, ITEM_BYTES[model.grad_dtype]),
-            "optimizer": share * (masters + 2 * ITEM_BYTES[model.moments_dtype]),
+            "optimizer": share * state,
         }
+        if bucket_bytes is not None:
+            largest = [b.largest(dense) for b in self.dense] + [b.largest(expert) for b in self.experts]
+            found[BUCKET] = min(share * state, max(bucket_bytes, max(largest, default=0) * state))
+        return found
 
 
 def _buckets(parameters: Sequence[tuple[str, int]], tied: bool, ranks: int, full: int | None) -> list[_Bucket]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -18,6 +19,7 @@ from megarl.core.errors import NotResident, OffloadError
 from megarl.core.processes import heartbeat
 from megarl.core.processes.machine import resident_bytes, trim_memory
 from megarl.learn.memory.phases import Place, offload_setting
+from megarl.learn.memory.resident_bytes import ITEM_BYTES
 from megarl.ops import digest_values, slice_digests
 from megarl.ops.host_memory import anonymous_map, pin, unpin
 from megarl.weights.checkpoint.training.state import inner_optimizers
@@ -37,12 +39,19 @@ class Resident:
         tensors: Returns the tensors whose storages it owns. Called on each move: an optimizer creates moments late.
         keeps_copy: Keep the host memory of a copy for the next one, registered with CUDA. On a CPU this would double
             the memory.
+        bucket: Number of this part of the memory, if it moves in parts.
     """
 
     def __init__(
-        self, role: str, kind: Kind, tensors: Callable[[], Iterable[torch.Tensor]], *, keeps_copy: bool = False
+        self,
+        role: str,
+        kind: Kind,
+        tensors: Callable[[], Iterable[torch.Tensor]],
+        *,
+        keeps_copy: bool = False,
+        bucket: int | None = None,
     ) -> None:
-        self.role, self.kind = role, kind
+        self.role, self.kind, self._bucket = role, kind, bucket
         self._keeps_copy = keeps_copy
         self.place = Place.DEVICE
         self.tensors = tensors
@@ -54,7 +63,13 @@ class Resident:
 
     @property
     def name(self) -> str:
+        """Name in plans, which all buckets share."""
         return f"{self.role}.{self.kind}"
+
+    @property
+    def title(self) -> str:
+        """Name of its file and in errors."""
+        return self.name if self._bucket is None else f"{self.name}.bucket{self._bucket}"
 
     @property
     def nbytes(self) -> int:
@@ -67,21 +82,21 @@ class Resident:
 
         Raises OffloadError, with the memory still on the device.
         """
-        assert self.place is Place.DEVICE and place is not Place.DEVICE, f"{self.name}: {self.place} to {place}"
+        assert self.place is Place.DEVICE and place is not Place.DEVICE, f"{self.title}: {self.place} to {place}"
         storages = _storages(self.tensors())
         if place is not Place.ABSENT:
             try:
                 sizes = [size for _, _, size in storages]
                 if self._copy is None or not self._copy.fits(sizes, place):
                     self._forget_copy()
-                    self._copy = _Copy(sizes, folder / self.name, place, keeps=self._keeps_copy)
+                    self._copy = _Copy(sizes, folder / self.title, place, keeps=self._keeps_copy)
                 self._digests = _digests(storages)
                 self._copy.write(_views(storages))
             except (OSError, ValueError) as error:
                 self._forget_copy()
                 size = sum(size for _, _, size in storages)
                 raise OffloadError(
-                    f"{self.name} ({size} bytes) cannot be moved to {place}: {error}; give it room, or set "
+                    f"{self.title} ({size} bytes) cannot be moved to {place}: {error}; give it room, or set "
                     f"{offload_setting(self.role)}=none"
                 ) from error
         for storage, _, _ in storages:
@@ -90,12 +105,12 @@ class Resident:
 
     def come_back(self) -> None:
         """Refill its memory on the device and compare it with what left. Raises OffloadError if it differs."""
-        assert self.place is not Place.DEVICE, f"{self.name} is on the device"
+        assert self.place is not Place.DEVICE, f"{self.title} is on the device"
         try:
             for storage, _, size in self._away:
                 storage.resize_(size)
         except (RuntimeError, MemoryError) as error:
-            raise OffloadError(f"the device has no room for {self.name} ({self.nbytes} bytes): {error}") from error
+            raise OffloadError(f"the device has no room for {self.title} ({self.nbytes} bytes): {error}") from error
         if self.place is Place.ABSENT:
             for bytes_ in _views(self._away):
                 bytes_.zero_()
@@ -104,11 +119,11 @@ class Resident:
             try:
                 self._copy.read(_views(self._away))
             except (OSError, ValueError) as error:
-                raise OffloadError(f"{self.name} cannot come back from {self.place}: {error}") from error
+                raise OffloadError(f"{self.title} cannot come back from {self.place}: {error}") from error
             for i, (found, left) in enumerate(zip(_digests(self._away), self._digests, strict=True)):
                 if found != left:
                     raise OffloadError(
-                        f"{self.name} came back from {self.place} with other bytes than it left with: storage {i} of "
+                        f"{self.title} came back from {self.place} with other bytes than it left with: storage {i} of "
                         f"{len(self._away)} has digest {found:016x}, it left with {left:016x}; the copy was changed"
                     )
         if self._copy is not None and not self._copy.keeps:
@@ -201,22 +216,59 @@ class _Copy:
             self._path.unlink(missing_ok=True)
 
 
-class Residents:
-    """The residents of one model. Empty until ``train/memory.py`` manages them."""
+class StateBucket(NamedTuple):
+    """State of some parameters of one torch optimizer, which moves as one resident."""
 
-    def __init__(self, residents: Iterable[Resident] = ()) -> None:
-        self._by_kind = {resident.kind: resident for resident in residents}
+    inner: torch.optim.Optimizer
+    parameters: Sequence[torch.Tensor]
+    resident: Resident
+    nbytes: int
+    """Bytes with the moments, which the first step creates."""
+
+
+class Residents:
+    """The residents of one model. Empty until ``train/memory.py`` manages them.
+
+    Args:
+        buckets: The optimizer's state, if it moves in buckets; ``residents`` has none of it then.
+        send_away: Moves a bucket from the device to its place in an update.
+    """
+
+    def __init__(
+        self,
+        residents: Iterable[Resident] = (),
+        buckets: Iterable[StateBucket] = (),
+        send_away: Callable[[Resident], None] | None = None,
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self._residents = (*residents, *(bucket.resident for bucket in self.buckets))
+        self._send_away = send_away
 
     def __iter__(self) -> Iterator[Resident]:
-        return iter(self._by_kind.values())
+        return iter(self._residents)
+
+    @property
+    def streams(self) -> bool:
+        """True if the optimizer's state is away, and comes in buckets for a step."""
+        return any(bucket.resident.place is not Place.DEVICE for bucket in self.buckets)
+
+    def streamed(self, inner: torch.optim.Optimizer) -> Iterator[StateBucket]:
+        """Yield the buckets of a torch optimizer, each while it is on the device. Raises OffloadError, and
+        NonRetryableError for files above the disk quota."""
+        assert self._send_away is not None, "residents without buckets"
+        for bucket in self.buckets:
+            if bucket.inner is inner:
+                heartbeat.beat()
+                bucket.resident.come_back()
+                yield bucket
+                self._send_away(bucket.resident)
 
     def require(self, *kinds: Kind) -> None:
         """Raise NotResident if a kind is not on the device."""
-        for kind in kinds:
-            resident = self._by_kind.get(kind)
-            if resident is not None and resident.place is not Place.DEVICE:
+        for resident in self._residents:
+            if resident.kind in kinds and resident.place is not Place.DEVICE:
                 raise NotResident(
-                    f"{resident.name} ({resident.nbytes} bytes) is needed on the device, but is "
+                    f"{resident.title} ({resident.nbytes} bytes) is needed on the device, but is "
                     f"{_WHERE[resident.place]}"
                 )
 
@@ -224,12 +276,20 @@ class Residents:
 _WHERE = {Place.MEMORY: "in host memory", Place.DISK: "on disk", Place.ABSENT: "absent"}
 
 
-def residents_of(role: str, model: Any) -> Residents:
-    """Make the residents of a ``Model``."""
+def residents_of(
+    role: str, model: Any, bucket_bytes: int | None = None, send_away: Callable[[Resident], None] | None = None
+) -> Residents:
+    """Make the residents of a ``Model``.
+
+    Args:
+        bucket_bytes: Bytes of optimizer state that move together, at most, unless one parameter has more; None moves
+            all of it at once.
+        send_away: As in ``Residents``.
+    """
     optimizer, on_gpu = model.optimizer, torch.cuda.is_available()
 
-    def resident(kind: Kind, tensors: Callable[[], Iterable[torch.Tensor]]) -> Resident:
-        return Resident(role, kind, tensors, keeps_copy=on_gpu)
+    def resident(kind: Kind, tensors: Callable[[], Iterable[torch.Tensor]], bucket: int | None = None) -> Resident:
+        return Resident(role, kind, tensors, keeps_copy=on_gpu, bucket=bucket)
 
     if optimizer is None:
         return Residents([resident("parameters", lambda: [p for c in model.chunks for p in _own(c)])])
@@ -239,17 +299,49 @@ def residents_of(role: str, model: Any) -> Residents:
 
     def of_optimizer() -> Iterator[torch.Tensor]:
         for inner in inner_optimizers(optimizer.inner):
-            tensors = [p for group in inner.param_groups for p in group["params"]]
-            tensors += [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
-            yield from (t for t in tensors if t.dim() and t.untyped_storage()._cdata not in shared)
+            yield from _state(inner, [p for group in inner.param_groups for p in group["params"]], shared)
 
-    return Residents(
-        [
-            resident("parameters", lambda: [*(b.param_data for b in buffers), *_frozen(model.chunks)]),
-            resident("gradients", lambda: (b.grad_data for b in buffers)),
-            resident("optimizer", of_optimizer),
-        ]
-    )
+    own = [
+        resident("parameters", lambda: [*(b.param_data for b in buffers), *_frozen(model.chunks)]),
+        resident("gradients", lambda: (b.grad_data for b in buffers)),
+    ]
+    if bucket_bytes is None:
+        return Residents([*own, resident("optimizer", of_optimizer)])
+    moments = 2 * ITEM_BYTES[model.model_config.moments_dtype]
+    found: list[StateBucket] = []
+    for inner in inner_optimizers(optimizer.inner):
+        for parameters, size in _buckets(inner, shared, moments, bucket_bytes):
+            state = partial(_state, inner, parameters, shared)
+            found.append(StateBucket(inner, parameters, resident("optimizer", state, len(found)), size))
+    return Residents(own, found, send_away)
+
+
+def _state(inner: torch.optim.Optimizer, parameters: Sequence[torch.Tensor], shared: Set[int]) -> list[torch.Tensor]:
+    """Return masters and moments of some parameters, without masters in ``shared`` storages."""
+    moments = (value for p in parameters for value in inner.state.get(p, {}).values() if torch.is_tensor(value))
+    return [t for t in (*parameters, *moments) if t.dim() and t.untyped_storage()._cdata not in shared]
+
+
+def _buckets(
+    inner: torch.optim.Optimizer, shared: Set[int], moments: int, limit: int
+) -> Iterator[tuple[list[torch.Tensor], int]]:
+    """Yield an optimizer's parameters in groups with at most ``limit`` bytes of state, or one parameter, and the bytes.
+
+    Args:
+        moments: Bytes of an element's moments.
+    """
+    group: list[torch.Tensor] = []
+    total = 0
+    for p in (p for group in inner.param_groups for p in group["params"]):
+        master = 0 if p.untyped_storage()._cdata in shared else p.element_size()
+        size = p.numel() * (master + moments)
+        if group and total + size > limit:
+            yield group, total
+            group, total = [], 0
+        group.append(p)
+        total += size
+    if group:
+        yield group, total
 
 
 def _frozen(chunks: Iterable[torch.nn.Module]) -> list[torch.Tensor]:

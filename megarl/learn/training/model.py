@@ -30,6 +30,7 @@ from megarl.learn.training.adapters import ModelAdapters
 from megarl.learn.training.objectives import LossTokens, Objective
 from megarl.learn.training.optimizer import Optimizer, check_written, digests_written
 from megarl.learn.training.schedule import Head, run
+from megarl.learn.training.streaming import StreamedStep, Watch, unwatched
 from megarl.weights.architectures import architecture
 from megarl.weights.checkpoint.formats import hf
 from megarl.weights.reshard.adapters import MergedTensors, is_adapter
@@ -176,9 +177,18 @@ class Model:
         self.residents.require("parameters", "optimizer")
         return digests_written(self.chunks, self.optimizer.inner, frozen=self.adapters is None)
 
-    def keep_written(self) -> None:
-        """Compute ``written`` before the optimizer leaves the device. Every rank calls it."""
-        self._written = self.written()
+    def keep_written(self, streamed: Mapping[torch.nn.Parameter, torch.Tensor] | None = None) -> None:
+        """Compute ``written`` before the optimizer leaves the device. Every rank calls it.
+
+        Args:
+            streamed: ``StreamedStep.digests`` of a step whose masters have left the device again.
+        """
+        if streamed is None:
+            self._written = self.written()
+            return
+        assert self.optimizer is not None, "nothing writes a frozen model"
+        frozen = self.adapters is None
+        self._written = digests_written(self.chunks, self.optimizer.inner, frozen=frozen, shares=streamed)
 
     def forget_written(self) -> None:
         """Make ``written`` read the optimizer again if all memory is on the device; call it after memory has come
@@ -412,18 +422,29 @@ class TrainedModel:
         with self.model.grid():
             return self.optimizer.gradient_norm()
 
-    def step(self, lr: float) -> float:
+    def step(self, lr: float, watch: Watch = unwatched) -> float:
         """Make one optimizer step on the gradients in the buffers, unchecked (``train/update/learner.py`` has checked
         them); return their norm.
 
         With ``parallel.overlap_param_gather`` the new parameters are complete after the next ``backward``, or after
         ``finish_gather``.
+
+        If the optimizer's state is away and moves in buckets, it is on the device bucket by bucket. Raises OffloadError
+        on every rank if a bucket of one rank could not be moved: its weights are then unusable.
+
+        Args:
+            watch: Looks at a bucket before and after its step.
         """
         from megarl.learn.models.experts import move_biases
 
-        self.model.residents.require("parameters", "gradients", "optimizer")
-        with self.model.grid():
+        residents = self.model.residents
+        residents.require("parameters", "gradients", *(() if residents.streams else ("optimizer",)))
+        streamed = StreamedStep(residents, watch) if residents.streams else None
+        with self.model.grid(), nullcontext() if streamed is None else streamed.within(self.optimizer.inner):
             norm = self.optimizer.step(lr)
+        if streamed is not None:
+            streamed.check()
+            self.model.keep_written(streamed.digests)
         move_biases(self._routers)
         self.model.gathered = not self.model.parallel.overlap_param_gather
         return norm

@@ -17,9 +17,9 @@ from megarl.config.schema import OptimizerConfig
 from megarl.core.errors import WeightsDiffer, first_of
 from megarl.learn.models.gpt import named_tensors, unwrap
 from megarl.learn.parallel.cpu import FusedLayoutAdamW
+from megarl.learn.training.streaming import share_digest
 from megarl.ops import digest_values, slice_digests
 from megarl.weights.checkpoint.training.state import inner_optimizers
-from megarl.weights.megatron_private import first_element
 from megarl.weights.reshard.adapters import Adapted
 
 
@@ -118,10 +118,19 @@ def whole_digests(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 @torch.no_grad()
-def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any, *, frozen: bool = True) -> dict[str, int]:
+def digests_written(
+    chunks: Sequence[torch.nn.Module],
+    optimizer: Any,
+    *,
+    frozen: bool = True,
+    shares: Mapping[torch.nn.Parameter, torch.Tensor] | None = None,
+) -> dict[str, int]:
     """Return local name -> digest of what ``optimizer`` (Megatron's) wrote; with ``frozen`` also of untrained tensors.
 
     Every rank calls it: the shares of a data-parallel group are summed.
+
+    Args:
+        shares: ``StreamedStep.digests`` of the last step, if the masters are not on the device.
     """
     names: dict[torch.nn.Parameter, str] = {}
     for number, chunk in enumerate(chunks):
@@ -130,7 +139,7 @@ def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any, *, frozen
     written = np.zeros(len(names), dtype=np.uint64)
     for distributed in getattr(optimizer, "chained_optimizers", [optimizer]):
         if not distributed.is_stub_optimizer:
-            written += _shares(distributed, list(names))  # 0 for parameters of the other optimizers
+            written += _shares(distributed, list(names), shares)  # 0 for parameters of the other optimizers
     found = dict(zip(names.values(), written.tolist(), strict=True))
     if not frozen:
         return found
@@ -139,7 +148,9 @@ def digests_written(chunks: Sequence[torch.nn.Module], optimizer: Any, *, frozen
     return {name: found[name] if name in found else now[name] for name in tensors}
 
 
-def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndarray[Any, np.dtype[np.uint64]]:
+def _shares(
+    optimizer: Any, parameters: Sequence[torch.nn.Parameter], known: Mapping[torch.nn.Parameter, torch.Tensor] | None
+) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """Return uint64 [number of ``parameters``]: digests of one distributed optimizer's parameters, 0 for others."""
     written = np.zeros(len(parameters), dtype=np.uint64)
     # Data-parallel ranks have the same parameters in their buffers; other ranks may train more, fewer, or none.
@@ -150,9 +161,8 @@ def _shares(optimizer: Any, parameters: Sequence[torch.nn.Parameter]) -> np.ndar
     total = torch.zeros(len(own), dtype=torch.int64, device=own[0].device)
     for p, (group, place) in optimizer.model_param_group_index_map.items():
         share = optimizer.optimizer.param_groups[group]["params"][place]
-        start = (first_element(optimizer, p),)
         # One at a time, so that only one cast copy exists.
-        total[number[p]].copy_(slice_digests([(share.to(p.dtype), start, (p.numel(),))])[0])
+        total[number[p]].copy_(share_digest(optimizer, p, share) if known is None else known[p])
     dist.all_reduce(total, group=optimizer.data_parallel_group)  # modulo 2**64
     place_of = {p: i for i, p in enumerate(parameters)}
     written[[place_of[p] for p in own]] = total.cpu().numpy().view(np.uint64)

@@ -70,6 +70,7 @@ def resident_bytes(
             trained=role in TRAINED,
             setting=setting,
             lent=shares_base(config, role),
+            bucket_bytes=config.trainer.stream_optimizer_bytes,
         )
         for rank, kinds in zip(ranks, found, strict=True):
             rank.update({f"{role}.{kind}": size for kind, size in kinds.items()})

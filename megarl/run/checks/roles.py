@@ -39,6 +39,7 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
     """
     check_teacher_settings(config, algorithm)
     check_roles(config, roles_of(config, algorithm))
+    check_streaming(config, algorithm)
     name, refresh, kl_config = algorithm.name, config.reference.refresh, config.algorithm.kl
     if refresh != "never" and not algorithm.has_reference(config.algorithm):
         why = f" with algorithm.kl.coef={kl_config.coef:g}" if "kl" in algorithm.needs else ""
@@ -78,6 +79,23 @@ def check_role_settings(config: Config, algorithm: Algorithm) -> None:
         )
     responses = config.trainer.tasks_per_step * config.algorithm.group_size
     token_rewards.adapted(0.0, responses, config.algorithm.kl)
+
+
+def check_streaming(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError if ``trainer.stream_optimizer_bytes`` has no effect or cannot work."""
+    size = config.trainer.stream_optimizer_bytes
+    if size is None:
+        return
+    if config.trainer.offload == "none" and ("critic" not in algorithm.roles or config.critic.offload == "none"):
+        raise ConfigError(
+            f"trainer.stream_optimizer_bytes={size} without an offloaded optimizer: it stays on the device; set "
+            "trainer.offload to memory or disk"
+        )
+    if algorithm.restarts_optimizer and config.trainer.offload != "none":
+        raise ConfigError(
+            f"trainer.stream_optimizer_bytes={size} with algorithm.name={algorithm.name}, which resets the moments of "
+            "the whole optimizer in each step; set trainer.stream_optimizer_bytes to null"
+        )
 
 
 def _may_have_experts(config: Config) -> bool:

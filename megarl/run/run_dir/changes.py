@@ -68,6 +68,7 @@ FREE = (
             "trackers",
             "offload",
             "offload_disk_bytes",
+            "stream_optimizer_bytes",
             "warm_start.checkpoint_interval",
         )
     ),

@@ -36,6 +36,7 @@ from megarl.learn.training import objectives
 from megarl.learn.training.model import TrainedModel
 from megarl.learn.training.objectives import Objective
 from megarl.learn.training.optimizer import learning_rate
+from megarl.learn.training.streaming import unwatched
 from megarl.train.batch.batch import StepBatch, make_batch
 from megarl.train.batch.images import StepImages
 from megarl.train.batch.samples import WithArrays
@@ -317,7 +318,7 @@ class Learner:
                 of_optimizer.before(trained)
             admitted, state = self._updates.admits(state, objective.name, found, norm, update)
             if admitted:
-                trained.step(lr)
+                trained.step(lr, unwatched if of_optimizer is None else of_optimizer.around)
                 if witness is not None and of_optimizer is not None:
                     of_optimizer.after()
                 name = objective.name

@@ -7,6 +7,8 @@ With moments m and v after the update, its number n, and the weights w before it
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,6 +37,14 @@ def scheduled_rate(config: OptimizerConfig, step: int) -> float:
     return config.min_lr + left * (config.lr - config.min_lr)
 
 
+Few = tuple[Any, dict[str, Any], torch.Tensor, torch.Tensor]
+"""(optimizer, group, weights, a few of their values before an update)"""
+
+
+def _few(inner: Any, group: dict[str, Any], p: torch.Tensor) -> Few:
+    return inner, group, p, p.detach().view(-1)[:ELEMENTS].double().cpu()
+
+
 class OptimizerWitness:
     """Compares the updates of a step. Every rank makes one.
 
@@ -44,24 +54,36 @@ class OptimizerWitness:
 
     def __init__(self, config: OptimizerConfig, step: int) -> None:
         self._config, self._rate = config, scheduled_rate(config, step)
-        self._kept: list[tuple[Any, dict[str, Any], torch.Tensor, torch.Tensor]] = []
-        """(optimizer, group, weights, a few of their values before an update)"""
+        self._chosen: list[tuple[Any, dict[str, Any], torch.Tensor]] = []
+        self._kept: list[Few] = []
         self._of_rate = self._of_weights = 0.0
         self._steps, self._updates = 0, 0
 
     def before(self, trained: TrainedModel) -> None:
-        """Keep some weights before an update."""
-        self._kept = [
-            (inner, group, p, p.detach().view(-1)[:ELEMENTS].double().cpu())
+        """Choose some weights before an update, and keep them unless they come to the device in its buckets."""
+        self._chosen = [
+            (inner, group, p)
             for inner in inner_optimizers(trained.optimizer.inner)
             for group in inner.param_groups
             for p in [p for p in group["params"] if p.numel() and p.dtype == torch.float32][:TENSORS]
         ]
+        self._kept = [] if trained.model.residents.streams else [_few(*chosen) for chosen in self._chosen]
+
+    @contextmanager
+    def around(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Compare the chosen weights of a bucket (``learn/training/streaming.py``) before and after its step."""
+        own = {id(p) for p in parameters}
+        kept = [_few(*chosen) for chosen in self._chosen if id(chosen[2]) in own]
+        yield
+        self._compare(kept)
 
     def after(self) -> None:
-        """Compare them after the update."""
+        """Compare the kept weights after the update."""
         self._updates += 1
-        for inner, group, p, old in self._kept:
+        self._compare(self._kept)
+
+    def _compare(self, kept: Sequence[Few]) -> None:
+        for inner, group, p, old in kept:
             steps, rate = int(group.get("step") or 0), self._rate * group.get("lr_mult", 1.0)
             self._steps = max(self._steps, steps)
             self._of_rate = max(self._of_rate, abs(group["lr"] - rate) / max(rate, 1e-30) if rate else group["lr"])
