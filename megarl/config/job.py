@@ -94,7 +94,7 @@ class ClusterConfig:
     number of ranks, with more on each remaining node; if they do not spread evenly the job ends."""
     on_notice: Literal["wait", "go_on"] = "wait"
     """Reaction to SIGTERM at a node other than the first. ``wait`` saves and ends with status 130, and Slurm queues the
-    job again. ``go_on`` saves and starts again on the other nodes."""
+    job again. ``go_on`` saves and starts again on the other nodes; a node without trainer ranks drains."""
     allow_idle: bool = False
     """Start a job that leaves more than a quarter of its GPUs idle (docs/cluster.md)."""
     exclude_unhealthy: bool = False

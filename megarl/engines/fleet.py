@@ -290,6 +290,14 @@ def scaled(rows: Sequence[EngineRow], number: int, workers: int | None = None) -
     return new + [EngineRow(last.program, new_one, wanted_workers=size, order=1) for new_one in more]
 
 
+def without(rows: Sequence[EngineRow], numbers: Collection[int]) -> list[EngineRow]:
+    """Return the rows after an order for these engines to leave."""
+    return [
+        change(row, "ordered", order=row.order + 1, wanted=False) if row.number in numbers and row.wanted else row
+        for row in rows
+    ]
+
+
 # ---- the supervisor
 
 

@@ -63,11 +63,12 @@ class Nodes:
                 )
             )
 
-    def start_in(self, networks: Networks, names: Sequence[str], *settings: str) -> None:
+    def start_in(self, networks: Networks, names: Sequence[str], *settings: str, roles: Sequence[str] = ()) -> None:
         """Start a supervisor in each namespace, with the variables of torchrun, from a process that has its imports."""
         for rank, name in enumerate(names):
             env = {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "1", "RANK": str(rank)}
             env |= {"WORLD_SIZE": str(len(names)), "MASTER_ADDR": networks.address(0), "MASTER_PORT": "29500"}
+            env |= {"MEGARL_ROLE": roles[rank]} if roles else {}
             self.start([*networks.inside_python(name, env), "megarl"], *settings, fork=True)
 
     def wait(self, node: int) -> int:
@@ -212,6 +213,31 @@ def test_a_node_that_leaves_with_notice_is_done_without(nodes: Nodes) -> None:
     spent = account_of(nodes.run_dir)
     assert spent is not None and sum(spent.seconds.values()) == pytest.approx(spent.wall_s)
     assert spent.seconds["notice"] > 0 and spent.seconds["restart"] > 0 and not spent.seconds.keys() & {"down"}
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
+def test_the_engines_of_a_node_that_leaves_with_notice_drain(nodes: Nodes) -> None:
+    """SIGTERM to a node that has one of two engines and a reward host: the only attempt goes on without it."""
+    networks, nodes.job = Networks(random.SystemRandom().randrange(1, 250), ["n0", "n1"]), ONLINE
+    try:
+        networks.make()
+        more = ("parallel.dp=1", "rollout.replicas=2", "trainer.steps=6", "cluster.on_notice=go_on")
+        nodes.start_in(networks, ["n0", "n1"], *more, roles=["all", "rollout"])
+        nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
+        nodes.signal(1, signal.SIGTERM)
+        assert [nodes.wait(rank) for rank in (1, 0)] == [0, 0], nodes.said()
+    finally:
+        nodes.end()
+        networks.remove()
+    said = nodes.said()
+    assert "leaves with notice: engine 1, reward host 1 drain, and the job goes on" in said and "has left" in said
+    assert "GOES ON SMALLER" not in said and "resumed from" not in said
+    assert (nodes.run_dir / "attempt").read_text().strip().startswith("1")
+    assert nodes.steps() == list(range(1, 7))
+    spent = account_of(nodes.run_dir)
+    assert spent is not None and sum(spent.seconds.values()) == pytest.approx(spent.wall_s)
+    assert not spent.seconds.keys() & {"notice", "restart", "down", "lost work"}
 
 
 @pytest.mark.soak

@@ -64,3 +64,18 @@ def test_lost_nodes_are_not_ready(nodes: Any) -> None:
     nodes[0].ended = True
     assert ready(nodes) == nodes[1:]
     assert ready([SimpleNamespace(stop_request=StopRequest(), is_there=lambda: False)]) == []  # type: ignore[list-item]
+
+
+def test_a_node_that_drains_stops_nothing(nodes: Any) -> None:
+    """It is asked once, and its seconds are not those of a notice; a stop of the whole job drains no node."""
+    job, drained = StopRequest(), []
+    asked = Departures(job, nodes)
+    asked.drain = lambda node: drained.append(node) is None and node is nodes[0]
+    for node in nodes[:1]:
+        node.stop_request.ask(1)
+        assert (asked.count, asked.at, asked.leaving(), asked.goes_on()) == (0, None, [], False)
+    nodes[1].stop_request.ask(1)
+    assert asked.leaving() == [nodes[1]] and asked.at == nodes[1].stop_request.at and drained == nodes
+    assert ready(nodes) == [], "a later attempt has neither"
+    job.ask(1)
+    assert Departures(job, nodes).count == 1 and drained == nodes

@@ -135,6 +135,13 @@ def test_engines_are_scaled_while_one_is_compared(tmp_path: Path) -> None:
         assert [(e.wanted, e.turn) for e in store.engines.own()] == [(True, EngineTurn.AWAY), (False, EngineTurn.HERE)]
 
 
+def test_engines_of_a_node_that_leaves_are_ordered_away_once(tmp_path: Path) -> None:
+    with running(tmp_path, engines=3) as store:
+        for _ in range(2):
+            store.engines.order_away({1})
+        assert [(row.wanted, row.order) for row in store.engines.own()] == [(True, 0), (False, 1), (True, 0)]
+
+
 def test_an_engine_that_was_refused_is_named_and_tried_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with running(tmp_path) as store:
         store.engines.scale("train", 2)

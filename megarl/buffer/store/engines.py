@@ -26,6 +26,7 @@ from megarl.engines.fleet import (
     ProvenWeights,
     change,
     scaled,
+    without,
 )
 
 BUSY = "busy "
@@ -207,6 +208,15 @@ class EngineTable:
             return sum(row.wanted for row in before), len(after) - len(before)
 
         return self._database.write(work)
+
+    def order_away(self, numbers: Collection[int]) -> None:
+        """Order engines of this handle's job to leave. Safe to repeat."""
+
+        def work(connection: Connection, again: bool) -> None:
+            before = _locked(connection, self._database.program)
+            _update(connection, before, without(before, numbers), COLUMNS[ColumnOwner.SCALE])
+
+        self._database.write(work)
 
     def turn(self, numbers: Iterable[int], turn: EngineTurn) -> dict[int, int]:
         """Order engines of this handle's job to take ``turn``; engines that leave lose their weights. Return each

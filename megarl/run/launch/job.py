@@ -29,6 +29,7 @@ from megarl.run.checks.tasksets import Selected
 from megarl.run.job_store import job_store, shared_store
 from megarl.run.launch.joining import await_run, enter, is_closed, leave
 from megarl.run.launch.records import fill_experts
+from megarl.run.launch.scale import check_engines
 from megarl.run.nodes import health, node_agent
 from megarl.run.nodes.fit import Fit, fit, reductions
 from megarl.run.nodes.node import Allocation, LocalNode, Node, find, is_loopback
@@ -286,7 +287,7 @@ def run_attempts(
             try:
                 with timeline.phase("spawn"):
                     started = start_attempt(fitted.config, fitted.plan, nodes, attempt, key)
-                watch(started, asked, fitted.config, attempt, server, alone)
+                watch(started, asked, fitted.config, attempt, server, alone, check_engines)
                 timeline.add(END, time.time(), 0.0)
                 if not asked.goes_on() or _is_finished(config) or not _still_fits(config, here, everybody, others):
                     return

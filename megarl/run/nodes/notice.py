@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megarl.run.nodes.remote import RemoteNode
 from megarl.run.process.interrupt import StopRequest
@@ -21,6 +21,11 @@ class Departures:
 
     def __init__(self, job: StopRequest, nodes: Sequence[RemoteNode]) -> None:
         self._job, self._nodes = job, nodes
+        self.drain: Callable[[RemoteNode], bool] = lambda node: False
+        """Lets a node leave while the attempt goes on; returns False if the attempt must stop for it."""
+        self._asked: list[RemoteNode] = []
+        """Nodes for which ``drain`` was called."""
+        self._drained: list[RemoteNode] = []
 
     @property
     def count(self) -> int:
@@ -30,12 +35,18 @@ class Departures:
     @property
     def at(self) -> float | None:
         """Unix seconds of the first request."""
-        moments = [request.at for request in (self._job, *(node.stop_request for node in self._nodes))]
+        moments = [request.at for request in (self._job, *(node.stop_request for node in self.leaving()))]
         return min((moment for moment in moments if moment is not None), default=None)
 
     def leaving(self) -> list[RemoteNode]:
-        """Return the nodes that were asked to stop."""
-        return [node for node in self._nodes if node.stop_request.is_set()]
+        """Return the nodes that were asked to stop and for which the attempt stops."""
+        if not self._job.is_set():
+            for node in self._nodes:
+                if node.stop_request.is_set() and node not in self._asked:
+                    self._asked.append(node)
+                    if self.drain(node):
+                        self._drained.append(node)
+        return [node for node in self._nodes if node.stop_request.is_set() and node not in self._drained]
 
     def goes_on(self) -> bool:
         """Return True if nodes leave and the job was not asked to stop; logs which."""

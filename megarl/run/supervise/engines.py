@@ -330,6 +330,8 @@ class RowsInStore:
         """(rows to write, numbers of rows to delete)."""
         self._found: Look | None = None
         self._stored: dict[int, EngineRow] = {}
+        self._leaving: set[int] = set()
+        """Numbers of engines whose node leaves: no order brings them back."""
         self._wake = threading.Event()
         self._is_over = False
 
@@ -346,6 +348,11 @@ class RowsInStore:
         if mine != self._mine:
             self._mine = mine
             self._wake.set()
+
+    def order_away(self, numbers: set[int]) -> None:
+        """Order engines to leave, and to stay away; the thread writes the order."""
+        self._leaving = self._leaving | numbers
+        self._wake.set()
 
     def close(self) -> None:
         """Ask the thread to end; do not wait for it."""
@@ -372,6 +379,9 @@ class RowsInStore:
             self._store.engines.note(changed)
         removed = [number for number in removing if number in self._stored and self._store.engines.remove(number)]
         found = self._store.engines.own()
+        if any(row.wanted and row.number in self._leaving for row in found):
+            self._store.engines.order_away(self._leaving)
+            found = self._store.engines.own()
         self._stored = {row.number: row for row in found}
         return Look(found, removed, self._store.journal.last_step())
 

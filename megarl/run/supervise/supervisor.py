@@ -7,7 +7,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,11 +19,13 @@ from megarl.engines.client.names import KEY_VARIABLE
 from megarl.engines.fleet import EngineRow, Replacements
 from megarl.learn.algorithms import job_of
 from megarl.run.nodes.node import LocalNode, Node, NotStarted, Process, Spec, Started, on_every_node
+from megarl.run.nodes.notice import Departures
 from megarl.run.nodes.plan import NodeInfo, Plan, workers_of
 from megarl.run.postgres import Server
 from megarl.run.process import ports
 from megarl.run.process.interrupt import StopAsked
 from megarl.run.run_dir.owner import check_fence
+from megarl.run.supervise.drains import Drains
 from megarl.run.supervise.engines import (
     LOOK_OFTEN_S,
     LOOK_S,
@@ -166,6 +168,7 @@ def watch(
     attempt: int | None = None,
     server: Server | None = None,
     restarts: RankRestarts | None = None,
+    check_engines: Callable[[Config, int], None] = lambda config, number: None,
 ) -> None:
     """Replace dead processes until the deciding ones (``Job.until``) have finished or stopped on request, then end the
     rest.
@@ -173,6 +176,7 @@ def watch(
     Args:
         attempt: Number of this attempt; a later attempt in the run's directory ends it.
         restarts: Starts trainer ranks again alone, which begins another attempt; None ends the attempt instead.
+        check_engines: Raises ConfigError if the job cannot go on with this number of engines.
         server: The job's own database: restarted whenever it ends, also by the signal with which Slurm stops a step.
 
     Raises:
@@ -205,6 +209,10 @@ def watch(
         store = Store(config.store.url, attempt=attempt, program=job.program, has_tables=True, outlives=True)
         in_store = RowsInStore(store, LOOK_OFTEN_S if often else LOOK_S, beats=not job.is_alone)
         in_store.start()
+    drains = None
+    if isinstance(stop_request, Departures) and in_store is not None:
+        drains = Drains(config, started, units, supervisor, in_store.order_away, check_engines, STOP_S)
+        stop_request.drain = drains.begin
     try:
         while True:
             if attempt is not None and time.monotonic() - looked_at > FENCE_S:
@@ -251,6 +259,8 @@ def watch(
             if all(p.poll() in (0, asked if asked_at is not None else 0) for p in deciding()):
                 return
             if asked_at is None:
+                if drains is not None:
+                    drains.act()
                 watchdog.look(started)
             time.sleep(WATCH_S)
     except FencedError:
