@@ -49,6 +49,8 @@ STOPPED = 128 + signal.SIGTERM
 """Exit status of an explorer that was asked to stop before the job was closed."""
 PROGRAM = "MEGARL_PROGRAM"
 """Environment variable that names the program of a process's job."""
+REWARD_HOSTS = "MEGARL_REWARD_HOSTS"
+"""Environment variable of explorers: addresses of reward hosts, each with ``*`` and its number of workers."""
 KEEPS, KEPT_IN, NODE = "MEGARL_KEEP_STATE", "MEGARL_KEPT_IN", "MEGARL_NODE_OF_RANK"
 """Variables of a trainer rank that keeps its state: ``trainer.keep_state``, its node's folder, its node's number."""
 

@@ -31,7 +31,7 @@ from megarl.buffer.store import Claim, Store
 from megarl.config import Config, load_resolved
 from megarl.config.algorithms import teacher_top_k
 from megarl.core.errors import EngineError, InputError, JobError, describe
-from megarl.core.jobs import EXPLORE, PROGRAM, STOPPED, TRAIN, logs_of
+from megarl.core.jobs import EXPLORE, PROGRAM, REWARD_HOSTS, STOPPED, TRAIN, logs_of
 from megarl.core.metrics import Timeline
 from megarl.core.processes import heartbeat
 from megarl.core.schema import GREEDY, Trajectory, WeightsVersion
@@ -392,7 +392,7 @@ async def explore(config: Config, key: str, worker: str, number: int = 0) -> Non
 
     Raises EngineError, JobError or ConfigError for permanent failures.
     """
-    hosts = [host for host in os.environ.get("MEGARL_REWARD_HOSTS", "").split(",") if host]
+    hosts = [host for host in os.environ.get(REWARD_HOSTS, "").split(",") if host]
     await await_hosts(hosts)  # started by the supervisor on every other node
     config = share_of(config, hosts, number)
     tokenizer, trajectories = ChatTokenizer.of(config), TrajectorySettings.of(config)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from megarl.config import Config
 from megarl.core.errors import ConfigError
-from megarl.core.jobs import ProcessKind, kind_of, unit_of
+from megarl.core.jobs import REWARD_HOSTS, ProcessKind, kind_of, unit_of
 from megarl.core.processes.heartbeat import START
 from megarl.run.nodes.node import Started
 from megarl.run.nodes.remote import RemoteNode
@@ -15,9 +15,6 @@ from megarl.run.supervise.engines import EngineSupervisor
 from megarl.run.supervise.process_units import Units, is_engine
 
 log = logging.getLogger(__name__)
-
-HOSTS = "MEGARL_REWARD_HOSTS"
-"""Variable of explorers: addresses of reward hosts, each with ``*`` and its number of workers."""
 
 
 class Drains:
@@ -96,9 +93,9 @@ class Drains:
         """Remove a reward host from the variables of processes that may be started again."""
         assert host.spec is not None
         for s in self._started:
-            if s.spec is not None and HOSTS in s.spec.env:
-                kept = [a for a in s.spec.env[HOSTS].split(",") if a.rpartition("*")[0] != host.spec.listens]
-                s.spec.env[HOSTS] = ",".join(kept)
+            if s.spec is not None and REWARD_HOSTS in s.spec.env:
+                kept = [a for a in s.spec.env[REWARD_HOSTS].split(",") if a.rpartition("*")[0] != host.spec.listens]
+                s.spec.env[REWARD_HOSTS] = ",".join(kept)
 
 
 def _number(started: Started) -> int:

@@ -20,7 +20,7 @@ from megarl.config.derived import context_tokens
 from megarl.config.lora import LoraConfig
 from megarl.config.schema import ModelConfig, RolloutConfig
 from megarl.core.durable import read_json
-from megarl.core.jobs import KEEPS, NODE, ProcessKind, of_program, worker_of
+from megarl.core.jobs import KEEPS, NODE, REWARD_HOSTS, ProcessKind, of_program, worker_of
 from megarl.core.metrics import TIMELINE
 from megarl.engines.client.names import (
     ADAPTERS,
@@ -326,7 +326,7 @@ def specs(config: Config, plan: Plan, addresses: Addresses, environment: Mapping
     env = {
         **environment,
         "MEGARL_LINK": addresses.link,
-        "MEGARL_REWARD_HOSTS": ",".join(f"{address}*{config.reward.workers}" for address in addresses.reward_hosts),
+        REWARD_HOSTS: ",".join(f"{address}*{config.reward.workers}" for address in addresses.reward_hosts),
         "PYTHONUNBUFFERED": "1",
     }
     if VARIABLE in os.environ:  # other nodes do not inherit this process's environment
