@@ -124,7 +124,7 @@ def model_of(kind: str, config: Any) -> Any:
         def gradient_norm(self) -> float:
             return 1.0
 
-        def step(self, lr: float) -> float:
+        def step(self, lr: float, watch: Any) -> float:
             return 1.0
 
     return Layerless().model if kind == "reference" else Layerless()

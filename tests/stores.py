@@ -107,6 +107,7 @@ WRITES: dict[str, Callable[[Store, Sequence[Claim]], Any]] = {
     "journal.record_event": lambda store, claims: store.journal.record_event("trainer", "evaluation", {"step": 1}),
     "engines.register": lambda store, claims: store.engines.register([serving_row(0, "http://e", wanted_workers=2)]),
     "engines.scale": lambda store, claims: store.engines.scale("train", 3),
+    "engines.order_away": lambda store, claims: store.engines.order_away([0]),
     "engines.turn": lambda store, claims: store.engines.turn([0], EngineTurn.HERE),
     "engines.delivered": lambda store, claims: store.engines.delivered({("train", 0): 1}, WeightsVersion(1, 1)),
     "engines.hold": lambda store, claims: store.engines.hold([("train", 0)], "r0"),

@@ -291,7 +291,7 @@ def test_log_probs_of_the_first_update_come_with_it(name: str, changes: Any, inf
         outputs=lambda sequences, updates: asked_for(sequences, updates),
         backward=backward,
         gradient_norm=lambda: 1.0,
-        step=lambda lr: None,
+        step=lambda lr, watch: None,
         finish_gather=lambda: None,
     )
     updates: Any = SimpleNamespace(
@@ -327,7 +327,7 @@ def test_every_epoch_makes_the_same_updates_in_order(epochs: int, roles: list[st
                 made.append((objective.name, units)) or {f"{name}/loss": (1.0, 1.0)}
             ),
             gradient_norm=lambda: float(len(made)),
-            step=lambda lr: made.append((name, "step")),
+            step=lambda lr, watch: made.append((name, "step")),
             finish_gather=lambda: None,
         )
 

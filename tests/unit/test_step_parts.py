@@ -248,7 +248,8 @@ def test_a_job_without_parts_is_connected(monkeypatch: pytest.MonkeyPatch) -> No
     timeline, memory = SimpleNamespace(phase=lambda name: nullcontext()), SimpleNamespace(enter=lambda phase: None)
     monkeypatch.setattr(step_module, "services_of", lambda rank: SimpleNamespace(weights=weights, evaluation="asked"))
     monkeypatch.setattr(step_module, "parts_of", lambda services: [])
-    steps = OnlineSteps(cast(Any, SimpleNamespace(timeline=timeline, memory=memory)))
+    config = SimpleNamespace(rollout=SimpleNamespace(is_colocated=False))
+    steps = OnlineSteps(cast(Any, SimpleNamespace(timeline=timeline, memory=memory, config=config)))
     assert steps.version is steps.evaluation is None
     steps.connect()
     assert (steps.version, steps.evaluation) == (VERSION, "asked")
