@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -160,17 +160,27 @@ def test_torchrun_starts_the_supervisors(nodes: Nodes) -> None:
     assert all(f"node {rank} {os.uname().nodename}: trainer rank {rank}" in nodes.said() for rank in range(2))
 
 
+@contextmanager
+def in_networks(nodes: Nodes, names: Sequence[str], *settings: str, roles: Sequence[str] = ()) -> Iterator[Networks]:
+    """A job whose nodes have networks of their own; both end with the block."""
+    networks = Networks(random.SystemRandom().randrange(1, 250), names)
+    try:
+        networks.make()
+        nodes.start_in(networks, names, *settings, roles=roles)
+        yield networks
+    finally:
+        nodes.end()
+        networks.remove()
+
+
 @pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
 def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes) -> None:
     """A link goes down and nobody is told: a spare takes the node's place, with the state that the head has kept for
     it. Then its link goes down too, and the job ends on the head alone, where that state does not fit."""
-    names, steps = ["n0", "n1", "n2"], 12
-    networks = Networks(random.SystemRandom().randrange(1, 250), names)
-    try:
-        networks.make()
-        more = (f"trainer.steps={steps}", "cluster.restarts=2", "cluster.spare_nodes=1", "cluster.heartbeat_s=3")
-        nodes.job = last_of_each([*DPO, "trainer.checkpoint_interval=100", "trainer.keep_state=neighbour"])
-        nodes.start_in(networks, names, *more)
+    steps = 12
+    more = (f"trainer.steps={steps}", "cluster.restarts=2", "cluster.spare_nodes=1", "cluster.heartbeat_s=3")
+    nodes.job = last_of_each([*DPO, "trainer.checkpoint_interval=100", "trainer.keep_state=neighbour"])
+    with in_networks(nodes, ["n0", "n1", "n2"], *more) as networks:
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         assert "spare nodes: node 2" in nodes.said()
         networks.cut("n1")
@@ -180,9 +190,6 @@ def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes)
         assert f"resumed from {nodes.run_dir}/checkpoints/kept/global_step_" in nodes.said()
         networks.cut("n2")
         assert [nodes.wait(rank) for rank in range(3)] == [0, 1, 1], nodes.said()
-    finally:
-        nodes.end()
-        networks.remove()
     said = nodes.said()
     assert said.count("lost: silent for 3 s") >= 2
     assert "THE JOB GOES ON SMALLER, 1 of 3 nodes are left: parallel.dp 2 -> 1" in said
@@ -196,16 +203,10 @@ def test_nodes_that_are_cut_off_are_replaced_and_then_done_without(nodes: Nodes)
 @pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
 def test_a_node_that_leaves_with_notice_is_done_without(nodes: Nodes) -> None:
     """SIGTERM to the supervisor of one node: its rank saves, and the job goes on from that step on the head alone."""
-    networks = Networks(random.SystemRandom().randrange(1, 250), ["n0", "n1"])
-    try:
-        networks.make()
-        nodes.start_in(networks, ["n0", "n1"], "trainer.steps=8", "cluster.on_notice=go_on")
+    with in_networks(nodes, ["n0", "n1"], "trainer.steps=8", "cluster.on_notice=go_on"):
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         nodes.signal(1, signal.SIGTERM)
         assert [nodes.wait(rank) for rank in range(2)] == [0, 0], nodes.said()
-    finally:
-        nodes.end()
-        networks.remove()
     said = nodes.said()
     assert "leaves with notice: the job has saved, and goes on without it" in said
     assert "THE JOB GOES ON SMALLER, 1 of 2 nodes are left: parallel.dp 2 -> 1" in said
@@ -219,17 +220,12 @@ def test_a_node_that_leaves_with_notice_is_done_without(nodes: Nodes) -> None:
 @pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
 def test_the_engines_of_a_node_that_leaves_with_notice_drain(nodes: Nodes) -> None:
     """SIGTERM to a node that has one of two engines and a reward host: the only attempt goes on without it."""
-    networks, nodes.job = Networks(random.SystemRandom().randrange(1, 250), ["n0", "n1"]), ONLINE
-    try:
-        networks.make()
-        more = ("parallel.dp=1", "rollout.replicas=2", "trainer.steps=6", "cluster.on_notice=go_on")
-        nodes.start_in(networks, ["n0", "n1"], *more, roles=["all", "rollout"])
+    nodes.job = ONLINE
+    more = ("parallel.dp=1", "rollout.replicas=2", "trainer.steps=6", "cluster.on_notice=go_on")
+    with in_networks(nodes, ["n0", "n1"], *more, roles=["all", "rollout"]):
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         nodes.signal(1, signal.SIGTERM)
         assert [nodes.wait(rank) for rank in (1, 0)] == [0, 0], nodes.said()
-    finally:
-        nodes.end()
-        networks.remove()
     said = nodes.said()
     assert "leaves with notice: engine 1, reward host 1 drain, and the job goes on" in said and "has left" in said
     assert "GOES ON SMALLER" not in said and "resumed from" not in said
@@ -244,10 +240,8 @@ def test_the_engines_of_a_node_that_leaves_with_notice_drain(nodes: Nodes) -> No
 @pytest.mark.skipif(not possible(), reason="needs root and network namespaces")
 def test_ranks_on_two_nodes_start_again_alone(nodes: Nodes) -> None:
     """The rank of the second node is killed: new ranks on both nodes join the engine, which goes on."""
-    networks, nodes.job = Networks(random.SystemRandom().randrange(1, 250), ["n0", "n1"]), ONLINE
-    try:
-        networks.make()
-        nodes.start_in(networks, ["n0", "n1"], "trainer.steps=5", "cluster.restarts=1")
+    nodes.job = ONLINE
+    with in_networks(nodes, ["n0", "n1"], "trainer.steps=5", "cluster.restarts=1"):
         nodes.until(lambda: max(nodes.steps(), default=0) >= 2, "second step")
         engine = nodes.pids("megarl.engines.server.server")
         assert "node 1" in nodes.said() and engine
@@ -255,9 +249,6 @@ def test_ranks_on_two_nodes_start_again_alone(nodes: Nodes) -> None:
         nodes.until(lambda: "resumed from" in nodes.said(), "new ranks")
         assert nodes.pids("megarl.engines.server.server") == engine
         assert [nodes.wait(rank) for rank in range(2)] == [0, 0], nodes.said()
-    finally:
-        nodes.end()
-        networks.remove()
     assert "all other processes go on" in nodes.said()
     assert nodes.steps() == list(range(1, 6))
 

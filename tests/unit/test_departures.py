@@ -67,7 +67,7 @@ def test_lost_nodes_are_not_ready(nodes: Any) -> None:
 
 
 def test_a_node_that_drains_stops_nothing(nodes: Any) -> None:
-    """It is asked once, and its seconds are not those of a notice; a stop of the whole job drains no node."""
+    """Each node is asked once. Seconds of a node that drains are no notice. A stop of the job drains no node."""
     job, drained = StopRequest(), []
     asked = Departures(job, nodes)
     asked.drain = lambda node: drained.append(node) is None and node is nodes[0]

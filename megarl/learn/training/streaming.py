@@ -1,6 +1,7 @@
 """An optimizer step whose state comes to the device bucket by bucket (``trainer.stream_optimizer_bytes``).
 
-Adam is elementwise, and Megatron computes and clips the norm before the step: the bits are those of a whole step.
+Adam updates each element by itself, and Megatron clips gradients by their norm before the step. So a streamed step
+gives the bits of a step on the whole state.
 """
 
 from __future__ import annotations

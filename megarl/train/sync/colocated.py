@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from megarl.buffer.store import Store
@@ -26,12 +26,16 @@ def free_devices(context: RunContext, store: Store, ranks: Ranks) -> None:
 
     Their requests are aborted, and start again with the next weights. Raises EngineError on every rank.
     """
+    _together(ranks, lambda: _put_to_sleep(context, store) if context.rank == 0 else None)
+
+
+def _together(ranks: Ranks, leave: Callable[[], None]) -> None:
+    """Call ``leave``; raise EngineError on every rank if it failed on one."""
     failure: EngineError | None = None
-    if context.rank == 0:
-        try:
-            _put_to_sleep(context, store)
-        except EngineError as error:
-            failure = error
+    try:
+        leave()
+    except EngineError as error:
+        failure = error
     if not ranks.agree(failure is None):
         raise failure or EngineError("an engine did not leave the trainer's devices; rank 0's log says why")
 
@@ -79,7 +83,7 @@ class ColocatedEngines:
     """The job's engines: asleep or absent (``rollout.offload``) until they are ordered back.
 
     Every rank makes the same calls; rank 0 writes the orders and the supervisor carries them out. Colocated engines are
-    absent when a job starts.
+    absent when a job starts, and asleep or absent when its ranks start again alone.
     """
 
     def __init__(self, context: RunContext, store: Store, ranks: Ranks, publisher: WeightPublisher) -> None:
@@ -109,13 +113,8 @@ class ColocatedEngines:
             if self._ranks.agree(found is not None):
                 return found or {}
         self._publisher.part()
-        failure: EngineError | None = None
-        try:
-            wait_for_turns(self._context, self._store, self._turn(EngineTurn.AWAY))
-        except EngineError as error:
-            failure = error
-        if not self._ranks.agree(failure is None):
-            raise failure or EngineError("an engine did not leave the trainer's devices; rank 0's log says why")
+        orders = self._turn(EngineTurn.AWAY)
+        _together(self._ranks, lambda: wait_for_turns(self._context, self._store, orders))
         return {}
 
     @property
